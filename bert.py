@@ -1,0 +1,159 @@
+"""BERT, written by hand: attention, transformer layer, model (Devlin et al. 2019, arXiv:1810.04805).
+
+Shapes:  B batch   T tokens   H hidden size   N attention heads   D head size (H = N * D)
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from base_bert import BertPreTrainedModel
+from config import BertConfig
+from kernels import dropout, lookup
+
+
+class Dropout(nn.Module):
+    """Zeroes a share p of its input and scales the rest by 1 / (1 - p); the identity in eval mode."""
+
+    def __init__(self, p: float):
+        super().__init__()
+        self.p = p
+
+    def forward(self, x: Tensor) -> Tensor:
+        return dropout(x, self.p, self.training)
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}"
+
+
+def written_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, drop: Dropout) -> Tensor:
+    """softmax(Q K^T / sqrt(D)) V, equation 1 of Vaswani et al. 2017 (arXiv:1706.03762), with dropout on the weights.
+
+    query, key, value: (B, N, T, D); mask: (B, 1, 1, T), 0 for a real token and -inf for padding. Returns (B, N, T, D).
+    """
+    D = query.size(-1)
+    scores = torch.add(
+        mask, query @ key.transpose(-2, -1), alpha=1 / math.sqrt(D)
+    )  # (B, N, T, D) x (B, N, D, T) -> (B, N, T, T)
+    weights = drop(scores.softmax(dim=-1))  # (B, N, T, T), each row sums to 1 before dropout
+    return weights @ value  # (B, N, T, T) x (B, N, T, D) -> (B, N, T, D)
+
+
+def fused_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, drop: Dropout) -> Tensor:
+    """The same by torch's own kernel, which never stores the (T, T) weights where it has a flash version."""
+    p = drop.p if drop.training else 0.0
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=p)
+
+
+ATTENTIONS: dict[str, Callable[..., Tensor]] = {"written": written_attention, "fused": fused_attention}
+
+
+class BertSelfAttention(nn.Module):
+    def __init__(self, config: BertConfig):
+        super().__init__()
+        H = config.hidden_size
+        self.num_attention_heads = config.num_attention_heads
+        self.attention_head_size = H // config.num_attention_heads
+        self.query = nn.Linear(H, H)
+        self.key = nn.Linear(H, H)
+        self.value = nn.Linear(H, H)
+        self.dropout = Dropout(config.attention_probs_dropout_prob)
+        self.attend = written_attention
+
+    def transform(self, x: Tensor, linear: nn.Linear) -> Tensor:
+        """Projects and splits into heads: (B, T, H) -> (B, N, T, D)."""
+        B, T, _ = x.shape
+        return linear(x).view(B, T, self.num_attention_heads, self.attention_head_size).transpose(1, 2)
+
+    def attention(self, key: Tensor, query: Tensor, value: Tensor, attention_mask: Tensor) -> Tensor:
+        """Every head attends; the heads are joined again: three (B, N, T, D) and (B, 1, 1, T) -> (B, T, H)."""
+        heads = self.attend(query, key, value, attention_mask, self.dropout)  # (B, N, T, D)
+        return heads.transpose(1, 2).flatten(2)  # (B, T, N, D) -> (B, T, H)
+
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor) -> Tensor:
+        key = self.transform(hidden_states, self.key)
+        query = self.transform(hidden_states, self.query)
+        value = self.transform(hidden_states, self.value)
+        return self.attention(key, query, value, attention_mask)
+
+
+class BertLayer(nn.Module):
+    def __init__(self, config: BertConfig):
+        super().__init__()
+        H, inner = config.hidden_size, config.intermediate_size
+        self.self_attention = BertSelfAttention(config)
+        self.attention_dense = nn.Linear(H, H)
+        self.attention_layer_norm = nn.LayerNorm(H, eps=config.layer_norm_eps)
+        self.attention_dropout = Dropout(config.hidden_dropout_prob)
+        self.interm_dense = nn.Linear(H, inner)
+        self.interm_af = F.gelu
+        self.out_dense = nn.Linear(inner, H)
+        self.out_layer_norm = nn.LayerNorm(H, eps=config.layer_norm_eps)
+        self.out_dropout = Dropout(config.hidden_dropout_prob)
+
+    def add_norm(
+        self, input: Tensor, output: Tensor, dense_layer: nn.Linear, dropout: nn.Module, ln_layer: nn.LayerNorm
+    ) -> Tensor:
+        """LayerNorm(input + dropout(dense(output))): dropout stands between the projection and the sum."""
+        return ln_layer(input + dropout(dense_layer(output)))
+
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor) -> Tensor:
+        """(B, T, H) -> (B, T, H)"""
+        attended = self.self_attention(hidden_states, attention_mask)
+        x = self.add_norm(
+            hidden_states, attended, self.attention_dense, self.attention_dropout, self.attention_layer_norm
+        )
+        inner = self.interm_af(self.interm_dense(x))  # (B, T, 4H)
+        return self.add_norm(x, inner, self.out_dense, self.out_dropout, self.out_layer_norm)
+
+
+class BertModel(BertPreTrainedModel):
+    """Embeddings, a stack of BertLayers, and the pooler: tanh(dense(hidden state of [CLS]))."""
+
+    def __init__(self, config: BertConfig):
+        super().__init__()
+        self.config = config
+        H = config.hidden_size
+        self.word_embedding = nn.Embedding(config.vocab_size, H, padding_idx=config.pad_token_id)
+        self.pos_embedding = nn.Embedding(config.max_position_embeddings, H)
+        self.tk_type_embedding = nn.Embedding(config.type_vocab_size, H)
+        self.embed_layer_norm = nn.LayerNorm(H, eps=config.layer_norm_eps)
+        self.embed_dropout = Dropout(config.hidden_dropout_prob)
+        self.bert_layers = nn.ModuleList(BertLayer(config) for _ in range(config.num_hidden_layers))
+        self.pooler_dense = nn.Linear(H, H)
+        self.pooler_af = nn.Tanh()
+        self.apply(self.init_weights)
+
+    def use_attention(self, name: str) -> None:
+        """Chooses the entry of ATTENTIONS that every layer uses."""
+        for layer in self.bert_layers:
+            layer.self_attention.attend = ATTENTIONS[name]
+
+    def embed(self, input_ids: Tensor, token_type_ids: Tensor | None = None) -> Tensor:
+        """Sum of word, position and segment embeddings, normalized, with dropout: (B, T) -> (B, T, H)."""
+        T = input_ids.size(1)
+        if token_type_ids is None:
+            token_type_ids = torch.zeros_like(input_ids)
+        words = lookup(self.word_embedding.weight, input_ids, self.config.pad_token_id)  # (B, T, H)
+        positions = self.pos_embedding.weight[:T]  # (T, H)
+        segments = self.tk_type_embedding(token_type_ids)  # (B, T, H)
+        return self.embed_dropout(self.embed_layer_norm(words + positions + segments))
+
+    def encode(self, hidden_states: Tensor, attention_mask: Tensor) -> Tensor:
+        """Runs the layers: (B, T, H) -> (B, T, H). attention_mask: (B, T), 1 for a real token."""
+        # A padding key gets weight exactly 0, so a sentence never sees what it was batched with.
+        mask = torch.zeros_like(attention_mask, dtype=hidden_states.dtype)
+        mask = mask.masked_fill(attention_mask == 0, -math.inf)[:, None, None, :]  # (B, 1, 1, T)
+        for layer in self.bert_layers:
+            hidden_states = layer(hidden_states, mask)
+        return hidden_states
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        hidden_states = self.encode(self.embed(input_ids, token_type_ids), attention_mask)  # (B, T, H)
+        pooled = self.pooler_af(self.pooler_dense(hidden_states[:, 0]))  # (B, H)
+        return {"last_hidden_state": hidden_states, "pooler_output": pooled}

@@ -1,0 +1,326 @@
+"""Files -> examples -> token ids, once -> length-bucketed batches."""
+
+import argparse
+import csv
+import dataclasses
+import io
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Generator, Tensor
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import Dataset
+
+from tasks import Batch, Encoded, Task
+from tokenizer import BertTokenizer
+from utils import InputError, warn
+
+csv.field_size_limit(sys.maxsize)  # a very long sentence is legal: it is truncated later, and counted
+
+
+# --- files -> examples ------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Examples:
+    """The usable rows of one or more files of a task."""
+
+    task: Task
+    ids: list[str] = field(default_factory=list)
+    texts: tuple[list[str], ...] = ()  # one list a text column
+    labels: list[int | float] | None = None  # None for a test file
+    skipped: list[str] = field(default_factory=list)  # why, one line a row
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+class Row(NamedTuple):
+    line: int
+    id: str
+    texts: tuple[str, ...]
+    label: int | float | None
+
+
+def read_examples(task: Task, paths: list[Path], *, labeled: bool, strict: bool = False) -> Examples:
+    """Reads the course's tab-separated files.
+
+    A row with missing fields (broken quoting, a blank label) is skipped, counted and named; `strict` makes it an
+    error. Anything else that breaks the format is an error: a wrong label would train the model on nonsense.
+    """
+    found = Examples(task, texts=tuple([] for _ in task.text_columns), labels=[] if labeled else None)
+    lines: dict[str, str] = {}
+    for path in paths:
+        for row in _read_file(task, path, labeled):
+            if isinstance(row, str):
+                if strict:
+                    raise InputError(f"{row}. Mend the row, or leave out --strict_data to skip it.")
+                found.skipped.append(row)
+                continue
+            place = f"{path} line {row.line}"
+            if row.id in lines:
+                raise InputError(f"{place}: ids must be unique, {row.id!r} stands in {lines[row.id]} too. Remove one.")
+            lines[row.id] = place
+            found.ids.append(row.id)
+            for column, text in zip(found.texts, row.texts, strict=True):
+                column.append(text)
+            if found.labels is not None:
+                found.labels.append(row.label)
+    if not len(found):
+        raise InputError(
+            f"{', '.join(map(str, paths))}: no usable row. A data file needs a header and at least one row."
+        )
+    return found
+
+
+def _read_file(task: Task, path: Path, labeled: bool) -> Iterator[Row | str]:
+    """The rows of one file; a string tells why a row cannot be used."""
+    reader = csv.DictReader(_decoded_lines(path), delimiter="\t")
+    wanted = ["id", *task.text_columns] + [task.label_column] * labeled
+    absent = [name for name in wanted if name not in (reader.fieldnames or ())]
+    if absent:
+        raise InputError(
+            f"{path} line 1: the header must have the tab-separated columns {', '.join(wanted)}; "
+            f"{', '.join(absent)} not found. Check that this is a {task.name} file."
+        )
+    try:
+        for record in reader:
+            yield _parse(task, record, wanted, f"{path} line {reader.line_num}", reader.line_num)
+    except csv.Error as error:
+        raise InputError(f"{path} line {reader.line_num}: not a tab-separated table; {error}.") from error
+
+
+def _parse(task: Task, record: dict[str, str | None], wanted: list[str], place: str, line: int) -> Row | str:
+    absent = [name for name in wanted if record[name] is None]
+    if absent:
+        return f"{place}: {absent[0]} is missing, is a quotation mark left open?"
+    if None in record:
+        return f"{place}: has more fields than the header"
+    texts = tuple(record[name].strip() for name in task.text_columns)
+    identifier = record["id"].lower().strip()  # as the starter and the leaderboard compare them
+    if not identifier:
+        return f"{place}: id is empty"
+    if task.label_column not in wanted:
+        return Row(line, identifier, texts, None)
+    if not record[task.label_column].strip():
+        return f"{place}: {task.label_column} is empty"
+    try:
+        return Row(line, identifier, texts, task.parse_label(record[task.label_column].strip()))
+    except ValueError as error:
+        raise InputError(f"{place}: {task.label_column} {error}. Mend the row.") from error
+
+
+def _decoded_lines(path: Path) -> io.StringIO:
+    """The lines of a UTF-8 text file without NUL bytes."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise InputError(
+            f"{path}: cannot be read; {error.strerror}. The course's data: source setup.sh --course-data; "
+            "sample data: --data data/sample"
+        ) from error
+    if b"\0" in content:
+        line = content[: content.index(b"\0")].count(b"\n") + 1
+        raise InputError(f"{path} line {line}: must be text, found a NUL byte. Is the file damaged?")
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content[: error.start].count(b"\n") + 1
+        found = f"0x{content[error.start]:02x}"
+        raise InputError(
+            f"{path} line {line}: must be UTF-8, found byte {found}. Convert the file to UTF-8."
+        ) from error
+    if not text.strip():
+        raise InputError(f"{path}: the file is empty. A data file needs a header and at least one row.")
+    return io.StringIO(text, newline="")  # csv wants line ends as they are
+
+
+# --- examples -> token ids, once --------------------------------------------------------------------------------------
+
+
+class Ragged(NamedTuple):
+    """Token ids of many sentences, unpadded, end to end."""
+
+    token_ids: Tensor  # (total tokens,)
+    token_type_ids: Tensor  # (total tokens,)
+    lengths: Tensor  # (rows,)
+    starts: Tensor  # (rows,)
+    truncated: int  # how many sentences were cut to the tokenizer's maximum
+
+    @classmethod
+    def tokenize(cls, tokenizer: BertTokenizer, sentences: list[str], pairs: list[str] | None = None) -> Self:
+        encoded = tokenizer.encode(sentences, pairs)
+        lengths = torch.tensor([len(e.ids) for e in encoded])
+        return cls(
+            torch.tensor([i for e in encoded for i in e.ids], dtype=torch.int32),
+            torch.tensor([i for e in encoded for i in e.type_ids], dtype=torch.uint8),
+            lengths,
+            lengths.cumsum(0) - lengths,
+            sum(bool(e.overflowing) for e in encoded),
+        )
+
+    def pad(self, rows: list[int], padding_id: int) -> Encoded:
+        """The chosen rows as one batch, padded to the longest of them."""
+        spans = [slice(self.starts[r], self.starts[r] + self.lengths[r]) for r in rows]
+        token_ids = pad_sequence([self.token_ids[s] for s in spans], batch_first=True, padding_value=padding_id)
+        segments = pad_sequence([self.token_type_ids[s] for s in spans], batch_first=True)
+        mask = torch.arange(token_ids.size(1)) < self.lengths[rows][:, None]  # (1, T) < (B, 1) -> (B, T)
+        return Encoded(token_ids.long(), mask.long(), segments.long())
+
+
+# --- token ids -> batches ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Split:
+    """A tokenized file of a task: everything that training and evaluation need of it."""
+
+    task: Task
+    ids: list[str]
+    columns: tuple[Ragged, ...]
+    labels: Tensor | None
+    padding_id: int
+    vectors: tuple[Tensor, ...] | None = None  # a frozen encoder's output for every row
+
+    @classmethod
+    def tokenize(cls, examples: Examples, tokenizer: BertTokenizer) -> Self:
+        columns = tuple(Ragged.tokenize(tokenizer, texts) for texts in examples.texts)
+        labels = None if examples.labels is None else torch.tensor(examples.labels)
+        return cls(examples.task, examples.ids, columns, labels, tokenizer.pad_token_id)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def lengths(self) -> Tensor:
+        """Tokens a row costs: its longest column."""
+        return torch.stack([column.lengths for column in self.columns]).amax(0)
+
+    @property
+    def truncated(self) -> int:
+        return sum(column.truncated for column in self.columns)
+
+    def batch(self, rows: list[int]) -> Batch:
+        kept = self.vectors is not None
+        return Batch(
+            self.task.name,
+            [self.ids[r] for r in rows],
+            () if kept else tuple(column.pad(rows, self.padding_id) for column in self.columns),
+            None if self.labels is None else self.labels[rows],
+            tuple(v[rows] for v in self.vectors) if kept else None,
+        )
+
+    def with_vectors(self, vectors: tuple[Tensor, ...]) -> Self:
+        return dataclasses.replace(self, vectors=vectors)
+
+
+def bucketed_rows(lengths: Tensor, batch_size: int, generator: Generator, pool: int = 50) -> list[list[int]]:
+    """Every row once, in batches of similar length, in random order.
+
+    Rows are shuffled, cut into pools of `pool` batches, and sorted by length within each pool; then the batches are
+    shuffled. Padding shrinks to a few percent while batches still differ from epoch to epoch.
+    """
+    order = torch.randperm(len(lengths), generator=generator)
+    pools = (p[lengths[p].argsort(stable=True)] for p in order.split(pool * batch_size))
+    batches = [b.tolist() for p in pools for b in p.split(batch_size)]
+    return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
+
+
+def sorted_rows(lengths: Tensor, batch_size: int) -> list[list[int]]:
+    """Every row once, longest first: for evaluation, where order does not matter and memory shows its peak at once."""
+    return [b.tolist() for b in lengths.argsort(descending=True, stable=True).split(batch_size)]
+
+
+def epoch_generator(seed: int, epoch: int) -> Generator:
+    """The random numbers of one epoch's batches follow from the seed and the epoch alone."""
+    return Generator().manual_seed(seed * 1_000_003 + epoch)
+
+
+def training_batches(split: Split, batch_size: int, generator: Generator) -> Iterator[Batch]:
+    for rows in bucketed_rows(split.lengths, batch_size, generator):
+        yield split.batch(rows)
+
+
+def read_split(
+    task: Task, paths: list[Path], tokenizer: BertTokenizer, *, labeled: bool, strict: bool = False
+) -> Split:
+    """Reads and tokenizes, and says what was left out."""
+    examples = read_examples(task, paths, labeled=labeled, strict=strict)
+    total = len(examples) + len(examples.skipped)
+    for row in examples.skipped:
+        warn(f"{row}. Skipped ({len(examples.skipped)} of {total} rows skipped; --strict_data stops instead).")
+    split = Split.tokenize(examples, tokenizer)
+    if split.truncated:
+        names = ", ".join(map(str, paths))
+        warn(
+            f"{names}: {split.truncated} of {len(split)} rows are longer than {tokenizer.max_length} tokens and were cut."
+        )
+    return split
+
+
+# --- the handout's data sets ------------------------------------------------------------------------------------------
+
+
+class _TokenizedDataset(Dataset):
+    """Rows as the starter's loaders return them, tokenized by batch in collate_fn, with the starter's keys."""
+
+    def __init__(self, dataset: list[tuple], args: argparse.Namespace):
+        self.dataset, self.p = dataset, args
+        self.tokenizer = BertTokenizer.from_pretrained(getattr(args, "model", "bert-base-uncased"))
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> tuple:
+        return self.dataset[index]
+
+    def encoded(self, sentences: list[str], suffix: str = "") -> dict[str, Tensor]:
+        found = self.tokenizer(sentences)
+        names = {"token_ids": "input_ids", "token_type_ids": "token_type_ids", "attention_mask": "attention_mask"}
+        return {f"{ours}{suffix}": found[theirs] for ours, theirs in names.items()}
+
+
+def _label_tensor(labels: list[int | float]) -> Tensor:
+    """Grades stay whole numbers, similarities stay fractions: the labels tell, not a default."""
+    return torch.tensor(labels, dtype=torch.float64 if any(isinstance(x, float) for x in labels) else torch.int64)
+
+
+class SentenceClassificationDataset(_TokenizedDataset):
+    """Rows (sentence, label, id)."""
+
+    def collate_fn(self, rows: list[tuple[str, int, str]]) -> dict[str, Any]:
+        sentences, labels, ids = map(list, zip(*rows, strict=True))
+        return self.encoded(sentences) | {"labels": _label_tensor(labels), "sents": sentences, "sent_ids": ids}
+
+
+class SentenceClassificationTestDataset(_TokenizedDataset):
+    """Rows (sentence, id)."""
+
+    def collate_fn(self, rows: list[tuple[str, str]]) -> dict[str, Any]:
+        sentences, ids = map(list, zip(*rows, strict=True))
+        return self.encoded(sentences) | {"sents": sentences, "sent_ids": ids}
+
+
+class SentencePairDataset(_TokenizedDataset):
+    """Rows (sentence1, sentence2, label, id). isRegression is accepted for the starter's calls; the labels decide."""
+
+    def __init__(self, dataset: list[tuple], args: argparse.Namespace, isRegression: bool = False):
+        super().__init__(dataset, args)
+        self.isRegression = isRegression
+
+    def collate_fn(self, rows: list[tuple[str, str, int | float, str]]) -> dict[str, Any]:
+        first, second, labels, ids = map(list, zip(*rows, strict=True))
+        both = self.encoded(first, "_1") | self.encoded(second, "_2")
+        return both | {"labels": _label_tensor(labels), "sent_ids": ids}
+
+
+class SentencePairTestDataset(_TokenizedDataset):
+    """Rows (sentence1, sentence2, id)."""
+
+    def collate_fn(self, rows: list[tuple[str, str, str]]) -> dict[str, Any]:
+        first, second, ids = map(list, zip(*rows, strict=True))
+        return self.encoded(first, "_1") | self.encoded(second, "_2") | {"sent_ids": ids}

