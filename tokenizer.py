@@ -30,7 +30,7 @@ def read_vocabulary(folder: Path) -> list[str]:
 
 
 class BertTokenizer:
-    """Turns text into `[CLS] a [SEP]` or `[CLS] a [SEP] b [SEP]`, at most max_length tokens, the longer side cut first."""
+    """Text -> `[CLS] a [SEP]` or `[CLS] a [SEP] b [SEP]`, at most max_length tokens, the longer side cut first."""
 
     def __init__(self, vocabulary: list[str], *, lowercase: bool = True, max_length: int = 512):
         self.vocabulary, self.lowercase, self.max_length = vocabulary, lowercase, max_length

@@ -3,7 +3,6 @@
 import argparse
 import hashlib
 import json
-import math
 import os
 import platform
 import subprocess
@@ -18,7 +17,9 @@ from typing import Any, ClassVar, Self
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import nn
+
+PACKAGES = ("torch", "numpy", "numba", "tokenizers")  # whose versions a run notes down
 
 # --- errors and messages ----------------------------------------------------------------------------------------------
 
@@ -164,8 +165,7 @@ class Run:
         facts = {
             "args": {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()},
             "command": sys.argv,
-            "versions": {"python": platform.python_version()}
-            | {p: version(p) for p in ("torch", "numpy", "tokenizers")},
+            "versions": {"python": platform.python_version()} | {p: version(p) for p in PACKAGES},
             "commit": _commit(),
             "data_sha256": {str(path): sha256_of(path) for path in data},
         }
@@ -204,7 +204,3 @@ def count_parameters(model: nn.Module) -> tuple[int, int]:
     """(trainable, all)"""
     sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
     return sum(n for n, trainable in sizes if trainable), sum(n for n, _ in sizes)
-
-
-def all_finite(values: Tensor) -> bool:
-    return math.isfinite(values.sum().item())

@@ -1,0 +1,175 @@
+"""bert.py against `transformers`: outputs, every gradient, training mode; and what a batch may not change."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from transformers.models.bert.modeling_bert import BertSelfAttention as ReferenceAttention
+
+import bert
+from base_bert import find_checkpoint, usual_name
+from bert import ATTENTIONS, BertModel
+from config import BertConfig
+from tokenizer import BertTokenizer
+
+SINGLE = ["A film .", "It is never dull , though it runs for three hours and has no plot to speak of .", ""]
+SECOND = ["Two hours well spent ?", "Short .", "An empty first sentence ."]
+
+
+@pytest.fixture(scope="module")
+def pair_of_models() -> tuple[BertModel, transformers.BertModel]:
+    folder = find_checkpoint("minilm")
+    return BertModel.from_pretrained("minilm"), transformers.BertModel.from_pretrained(
+        folder, attn_implementation="eager"
+    )
+
+
+def inputs(kind: str) -> dict[str, torch.Tensor]:
+    tokenizer = BertTokenizer.from_pretrained("minilm")
+    if kind == "one sentence":
+        return tokenizer(SINGLE[:1])
+    return tokenizer(SINGLE) if kind == "ragged sentences" else tokenizer(SINGLE, SECOND)
+
+
+def at_real_tokens(outputs: dict[str, torch.Tensor], batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    return [outputs["last_hidden_state"][batch["attention_mask"].bool()], outputs["pooler_output"]]
+
+
+def some_loss(outputs: dict[str, torch.Tensor], batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """A scalar in which every output takes part, with weights that differ."""
+    return sum((x * torch.linspace(-1, 1, x.numel()).view_as(x)).mean() for x in at_real_tokens(outputs, batch))
+
+
+@pytest.mark.parametrize("attention", sorted(ATTENTIONS))
+@pytest.mark.parametrize("kind", ["one sentence", "ragged sentences", "pairs"])
+def test_outputs_equal_those_of_transformers(pair_of_models, kind: str, attention: str) -> None:
+    ours, theirs = (m.eval() for m in pair_of_models)
+    ours.use_attention(attention)
+    batch = inputs(kind)
+    with torch.no_grad():
+        found, expected = at_real_tokens(ours(**batch), batch), at_real_tokens(theirs(**batch), batch)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("attention", sorted(ATTENTIONS))
+@pytest.mark.parametrize("kind", ["one sentence", "ragged sentences", "pairs"])
+def test_gradients_of_every_parameter_equal_those_of_transformers(pair_of_models, kind: str, attention: str) -> None:
+    ours, theirs = (m.eval() for m in pair_of_models)
+    ours.use_attention(attention)
+    batch = inputs(kind)
+    for model in (ours, theirs):
+        model.zero_grad()
+        some_loss(model(**batch), batch).backward()
+    expected = {name: p.grad for name, p in theirs.named_parameters()}
+    for name, p in ours.named_parameters():
+        torch.testing.assert_close(p.grad, expected.pop(usual_name(name)), atol=1e-5, rtol=1e-4, msg=name)
+    assert not expected, "every parameter of the reference was compared"
+
+
+def masked(x: torch.Tensor, p: float, calls: list[tuple[int, ...]]) -> torch.Tensor:
+    """Dropout with a mask that depends on how many calls came before: the same in both implementations."""
+    generator = torch.Generator().manual_seed(len(calls))
+    calls.append(tuple(x.shape))
+    return x * (torch.rand(x.shape, generator=generator) >= p) / (1 - p)
+
+
+def test_training_mode_equals_that_of_transformers_under_the_same_dropout_masks(pair_of_models, monkeypatch) -> None:
+    """TRAPS 7: dropout stands after the dense layer and on the attention weights. Both libraries see the same masks."""
+    ours, theirs = (copy.deepcopy(m).train() for m in pair_of_models)
+    ours.use_attention("written")
+    batch = inputs("pairs")
+    our_calls, their_calls = [], []
+    monkeypatch.setattr(bert, "dropout", lambda x, p, training: masked(x, p, our_calls))
+    found = ours(**batch)
+    some_loss(found, batch).backward()
+    monkeypatch.setattr(F, "dropout", lambda x, p=0.5, training=True, inplace=False: masked(x, p, their_calls))
+    expected = theirs(**batch)
+    some_loss(expected, batch).backward()
+    assert our_calls == their_calls, "the same dropouts, in the same order, on the same shapes"
+    assert len(our_calls) == 1 + 3 * ours.config.num_hidden_layers
+    for a, b in zip(at_real_tokens(found, batch), at_real_tokens(expected, batch), strict=True):
+        torch.testing.assert_close(a, b, atol=2e-5, rtol=0)
+    reference = {name: p.grad for name, p in theirs.named_parameters()}
+    for name, p in ours.named_parameters():
+        torch.testing.assert_close(p.grad, reference[usual_name(name)], atol=1e-5, rtol=1e-3, msg=name)
+
+
+def test_the_reference_attention_is_the_eager_one(pair_of_models) -> None:
+    """transformers may change its default; the oracle must be the written-out version."""
+    layers = [m for m in pair_of_models[1].modules() if isinstance(m, ReferenceAttention)]
+    assert layers
+    assert {layer.config._attn_implementation for layer in layers} == {"eager"}
+
+
+def tiny(**changes: float) -> BertModel:
+    torch.manual_seed(0)
+    shape = {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return BertModel(BertConfig(**shape, intermediate_size=64, initializer_range=0.3, **changes))
+
+
+@pytest.mark.parametrize("attention", sorted(ATTENTIONS))
+def test_padding_and_neighbors_do_not_change_a_row(attention: str) -> None:
+    """TRAPS 8: whatever stands behind the mask, and whoever shares the batch, the outputs at real tokens stay."""
+    model = tiny().eval()
+    model.use_attention(attention)
+    ids = torch.randint(1, 100, (4, 12), generator=torch.Generator().manual_seed(1))
+    lengths = torch.tensor([12, 3, 7, 1])
+    mask = (torch.arange(12) < lengths[:, None]).long()
+    with torch.no_grad():
+        together = model(ids, mask)
+        for row, n in enumerate(lengths.tolist()):
+            alone = model(ids[row : row + 1, :n], torch.ones(1, n, dtype=torch.long))
+            torch.testing.assert_close(together["last_hidden_state"][row, :n], alone["last_hidden_state"][0])
+            torch.testing.assert_close(together["pooler_output"][row], alone["pooler_output"][0])
+
+
+def test_segment_ids_change_the_output() -> None:
+    """TRAPS 3: they are passed on."""
+    model = tiny().eval()
+    ids, mask = torch.randint(1, 100, (1, 6)), torch.ones(1, 6, dtype=torch.long)
+    plain, second = (model(ids, mask, s)["pooler_output"] for s in (torch.zeros_like(ids), torch.ones_like(ids)))
+    assert (plain - second).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("attention", sorted(ATTENTIONS))
+def test_attention_dropout_is_applied_in_training_only(attention: str) -> None:
+    model = tiny(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.5)
+    model.use_attention(attention)
+    ids, mask = torch.randint(1, 100, (2, 6)), torch.ones(2, 6, dtype=torch.long)
+    with torch.no_grad():
+        model.train()
+        assert not torch.equal(model(ids, mask)["pooler_output"], model(ids, mask)["pooler_output"])
+        model.eval()
+        assert torch.equal(model(ids, mask)["pooler_output"], model(ids, mask)["pooler_output"])
+
+
+def test_activation_checkpointing_and_the_same_seed_repeat_the_same_dropout() -> None:
+    model = tiny().train()
+    ids, mask = torch.randint(1, 100, (2, 6)), torch.ones(2, 6, dtype=torch.long)
+
+    def gradients(run) -> list[torch.Tensor]:
+        model.zero_grad()
+        torch.manual_seed(5)
+        run().sum().backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    plain = gradients(lambda: model(ids, mask)["last_hidden_state"])
+    saved = gradients(
+        lambda: torch.utils.checkpoint.checkpoint(
+            lambda: model(ids, mask)["last_hidden_state"], use_reentrant=False, preserve_rng_state=True
+        )
+    )
+    for a, b in zip(plain, saved, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_bfloat16_and_autocast_run() -> None:
+    model = tiny().train()
+    ids, mask = torch.randint(1, 100, (2, 6)), torch.ones(2, 6, dtype=torch.long)
+    mask[1, 3:] = 0
+    with torch.autocast("cpu", torch.bfloat16):
+        model(ids, mask)["pooler_output"].sum().backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)

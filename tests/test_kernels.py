@@ -1,0 +1,89 @@
+"""The compiled loops against stock torch, NumPy and statistics."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import kernels
+
+
+@pytest.mark.parametrize("p", [0.1, 0.3, 0.5, 0.9])
+def test_dropout_zeroes_the_share_p_and_keeps_the_mean(p: float) -> None:
+    torch.manual_seed(0)
+    n = 1_000_000
+    y = kernels.dropout(torch.ones(n), p, training=True)
+    assert set(y.unique().tolist()) == {0.0, float(np.float32(1 / (1 - p)))}
+    error = math.sqrt(p * (1 - p) / n)
+    assert abs((y == 0).float().mean().item() - p) < 4 * error
+
+
+def test_dropout_masks_are_uncorrelated_along_rows_between_calls_and_between_seeds() -> None:
+    torch.manual_seed(0)
+    n = 1_000_000
+    first, second = (kernels.dropout(torch.ones(n), 0.5, True).sub(1) for _ in range(2))  # -1 or +1, mean 0
+    for lag in (1, 2, 3, 8, 32, 64, 384, 1024, 4096, 65536):
+        assert abs((first[:-lag] * first[lag:]).mean().item()) < 4.5 / math.sqrt(n), lag
+    assert abs((first * second).mean().item()) < 4.5 / math.sqrt(n)
+    # neighboring seeds, which a counter would give, are no worse than random ones
+    near = [kernels._Dropout.apply(torch.ones(n), 0.5, seed).sub(1) for seed in (7, 8, 7 + 2**32)]
+    for i, j in ((0, 1), (0, 2), (1, 2)):
+        assert abs((near[i] * near[j]).mean().item()) < 4.5 / math.sqrt(n)
+
+
+def test_dropout_does_not_depend_on_the_number_of_threads() -> None:
+    before = torch.get_num_threads()
+    masks = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        masks.append(kernels._Dropout.apply(torch.ones(100_003), 0.3, 12345))
+    torch.set_num_threads(before)
+    assert torch.equal(*masks)
+
+
+def test_dropout_gradients_pass_gradcheck_style_comparison_with_the_mask() -> None:
+    x = torch.randn(50, 40, requires_grad=True)
+    torch.manual_seed(3)
+    y = kernels.dropout(x, 0.4, True)
+    mask = torch.where(y == 0, 0.0, 1 / 0.6)
+    weights = torch.randn_like(y)
+    (gradient,) = torch.autograd.grad((y * weights).sum(), x, create_graph=True)
+    torch.testing.assert_close(gradient, weights * mask)
+    # twice differentiable: the gradient of a gradient penalty passes through the same mask
+    (y2,) = torch.autograd.grad((kernels._Dropout.apply(x, 0.4, 9) ** 2).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(y2.sum(), x)
+    again = kernels._Dropout.apply(torch.ones_like(x), 0.4, 9)
+    torch.testing.assert_close(second, 2 * again**2)
+
+
+def test_dropout_follows_the_seed_and_is_the_identity_in_eval_mode_or_at_zero() -> None:
+    x = torch.randn(7, 5)
+    results = []
+    for _ in range(2):
+        torch.manual_seed(11)
+        results.append(kernels.dropout(x, 0.5, True))
+    assert torch.equal(*results)
+    assert kernels.dropout(x, 0.5, False) is x
+    assert kernels.dropout(x, 0.0, True) is x
+    assert not kernels.dropout(x, 1.0, True).any()
+
+
+def test_dropout_takes_strided_input_and_other_types() -> None:
+    x = torch.ones(6, 8).t()
+    assert kernels.dropout(x, 0.5, True).shape == (8, 6)
+    assert kernels.dropout(torch.ones(4, dtype=torch.bfloat16), 0.5, True).dtype == torch.bfloat16
+
+
+def test_lookup_equals_torchs_embedding_forward_and_backward() -> None:
+    ids = torch.tensor([[3, 1, 0, 3], [3, 9, 0, 0]])  # a repeated row, and padding
+    weights = [torch.randn(10, 6, generator=torch.Generator().manual_seed(0)).requires_grad_() for _ in range(2)]
+    factor = torch.randn(2, 4, 6)
+    found = kernels.lookup(weights[0], ids, 0)
+    expected = F.embedding(ids, weights[1], padding_idx=0)
+    assert torch.equal(found, expected)
+    (found * factor).sum().backward()
+    (expected * factor).sum().backward()
+    torch.testing.assert_close(weights[0].grad, weights[1].grad)
+    assert not weights[0].grad[0].any(), "the padding row gets no gradient"

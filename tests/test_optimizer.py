@@ -1,0 +1,199 @@
+"""AdamW against the handout's pseudo-code in float64 and against torch; groups, schedules, resuming."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from conftest import run_script
+from make_references import adamw
+
+import kernels
+import optimizer
+from bert import BertModel
+from classifier import BertSentimentClassifier
+from config import BertConfig
+from optimizer import SCHEDULES, AdamW, build_schedule, parameter_groups
+
+ROUTES = {"one pass": kernels.runs_here, "multi-tensor": lambda *tensors: False}
+
+
+@pytest.fixture(params=sorted(ROUTES))
+def route(request, monkeypatch) -> str:
+    """Both ways of computing the update: the compiled loop, and lists of tensors as on CUDA."""
+    monkeypatch.setattr(kernels, "runs_here", ROUTES[request.param])
+    return request.param
+
+
+def random_gradients(shape: tuple[int, ...], steps: int) -> list[np.ndarray]:
+    rng = np.random.default_rng(1)
+    # scales from 1e-8 to 1: where v is tiny, the place of eps shows
+    return [rng.normal(size=shape) * 10.0 ** rng.uniform(-8, 0, size=shape) for _ in range(steps)]
+
+
+@pytest.mark.parametrize("correct_bias", [True, False])
+@pytest.mark.parametrize("weight_decay", [0.0, 1e-4, 0.3])
+def test_adamw_follows_the_handouts_pseudo_code(route: str, weight_decay: float, correct_bias: bool) -> None:
+    """TRAPS 11: eps outside the correction, decay after the update with the new weights."""
+    start = np.random.default_rng(0).normal(size=(17, 5))
+    gradients = random_gradients(start.shape, 30)
+    expected = adamw(start, [lambda _, g=g: g for g in gradients], 1e-2, weight_decay, correct_bias)
+    p = torch.nn.Parameter(torch.tensor(start, dtype=torch.float32))
+    ours = AdamW([p], lr=1e-2, weight_decay=weight_decay, correct_bias=correct_bias)
+    for g in gradients:
+        p.grad = torch.tensor(g, dtype=torch.float32)
+        ours.step()
+    np.testing.assert_allclose(p.detach().numpy(), expected, atol=3e-6, rtol=2e-6)
+
+
+def test_adamw_equals_torchs_at_zero_decay(route: str) -> None:
+    """torch adds eps after the bias correction: with eps 1e-12 that cannot show."""
+    starts = [torch.randn(40, 3), torch.randn(7)]
+    ours, theirs = ([torch.nn.Parameter(s.clone()) for s in starts] for _ in range(2))
+    pair = AdamW(ours, lr=3e-3, eps=1e-12), torch.optim.AdamW(theirs, lr=3e-3, eps=1e-12, weight_decay=0.0)
+    for step in range(20):
+        for a, b in zip(ours, theirs, strict=True):
+            a.grad = torch.randn(a.shape, generator=torch.Generator().manual_seed(step))
+            b.grad = a.grad.clone()
+        for optimizer_ in pair:
+            optimizer_.step()
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, atol=2e-6, rtol=1e-5)
+
+
+def test_adamw_is_not_torchs_adamw_when_weights_decay() -> None:
+    ends = []
+    for kind in (AdamW, torch.optim.AdamW):
+        p = torch.nn.Parameter(torch.ones(3))
+        update = kind([p], lr=0.1, weight_decay=0.5, eps=1e-6)
+        p.grad = torch.ones(3)
+        update.step()
+        ends.append(p[0].item())
+    assert ends[0] == pytest.approx((1 - 0.1) * 0.95, abs=1e-5)
+    assert ends[1] == pytest.approx(0.95 - 0.1, abs=1e-5)
+
+
+def test_a_parameter_without_a_gradient_is_neither_moved_nor_decayed(route: str) -> None:
+    idle, busy = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(3))
+    update = AdamW([idle, busy], lr=0.1, weight_decay=0.5)
+    for _ in range(3):
+        busy.grad = torch.ones(3)
+        update.step()
+    assert torch.equal(idle, torch.ones(3))
+    idle.grad = torch.ones(3)
+    busy.grad = None
+    update.step()
+    assert update.state[idle]["step"] == 1, "its bias correction starts with its own first step"
+    assert idle[0].item() == pytest.approx((1 - 0.1) * 0.95, abs=1e-5)
+
+
+def test_a_saved_state_resumes_on_the_same_path(route: str, tmp_path) -> None:
+    def steps(update: AdamW, p: torch.nn.Parameter, numbers: range) -> None:
+        for n in numbers:
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(n))
+            update.step()
+
+    start = torch.randn(6, 4)
+    p = torch.nn.Parameter(start.clone())
+    whole = AdamW([p], lr=1e-2, weight_decay=0.1)
+    steps(whole, p, range(10))
+
+    q = torch.nn.Parameter(start.clone())
+    first = AdamW([q], lr=1e-2, weight_decay=0.1)
+    steps(first, q, range(5))
+    torch.save(first.state_dict(), tmp_path / "state.pt")
+    second = AdamW([q], lr=1.0)
+    second.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))  # TRAPS 10: tensors and plain values
+    steps(second, q, range(5, 10))
+    assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("wrong", [{"lr": -1}, {"betas": (0.9, 1.0)}, {"betas": (-0.1, 0.9)}, {"eps": -1e-8}])
+def test_impossible_settings_are_refused(wrong) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        AdamW([torch.nn.Parameter(torch.ones(1))], **wrong)
+
+
+def small_model(frozen: bool = False) -> BertSentimentClassifier:
+    shape = {"vocab_size": 50, "hidden_size": 8, "num_hidden_layers": 3, "num_attention_heads": 2}
+    return BertSentimentClassifier(BertModel(BertConfig(**shape, intermediate_size=16)), 5, 0.1, frozen)
+
+
+def rate_of(groups: list[dict], parameter: torch.nn.Parameter) -> tuple[float, float]:
+    (group,) = [g for g in groups if any(p is parameter for p in g["params"])]
+    return group["lr"], group["weight_decay"]
+
+
+def test_every_trainable_parameter_is_in_one_group_with_its_own_rate_and_decay() -> None:
+    model = small_model()
+    groups = parameter_groups(model, 1e-2, head_lr=0.5, weight_decay=0.1, decay_matrices_only=True, layer_decay=0.5)
+    assert sum(len(g["params"]) for g in groups) == len(list(model.parameters()))
+    bert = model.bert
+    assert rate_of(groups, model.linear.weight) == (0.5, 0.1)
+    assert rate_of(groups, model.linear.bias) == (0.5, 0.0)
+    assert rate_of(groups, bert.pooler_dense.weight) == (1e-2, 0.1)
+    assert rate_of(groups, bert.bert_layers[2].out_dense.weight) == (1e-2, 0.1)
+    assert rate_of(groups, bert.bert_layers[0].out_dense.weight) == (pytest.approx(0.25e-2), 0.1)
+    assert rate_of(groups, bert.bert_layers[0].out_layer_norm.weight)[1] == 0.0
+    assert rate_of(groups, bert.word_embedding.weight) == (pytest.approx(0.125e-2), 0.1)
+    assert rate_of(groups, bert.embed_layer_norm.weight) == (pytest.approx(0.125e-2), 0.0)
+
+
+def test_frozen_parameters_are_in_no_group() -> None:
+    groups = parameter_groups(small_model(frozen=True), 1e-3)
+    assert sum(len(g["params"]) for g in groups) == 2
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+def test_a_schedule_starts_at_one_and_never_rises(name: str) -> None:
+    values = [SCHEDULES[name](x) for x in np.linspace(0, 1, 101)]
+    assert values[0] == 1
+    assert all(a >= b for a, b in itertools.pairwise(values))
+    assert values[-1] == pytest.approx(1.0 if name == "constant" else 0.0, abs=1e-12)
+
+
+def test_warm_up_rises_to_the_full_rate_and_linear_decay_ends_near_zero() -> None:
+    update = AdamW([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    schedule = build_schedule(update, "linear", total_steps=100, warmup=0.1)
+    rates = []
+    for _ in range(100):
+        rates.append(update.param_groups[0]["lr"])
+        update.step()
+        schedule.step()
+    assert rates[0] == pytest.approx(1 / 11)
+    assert max(rates) == rates[10] == 1.0
+    assert rates[99] == pytest.approx(1 / 90)
+    assert math.isclose(update.param_groups[0]["lr"], 0.0, abs_tol=1e-12)
+
+
+def test_both_routes_agree_on_many_shapes() -> None:
+    shapes = [(), (1,), (3, 0), (257,), (33, 65)]
+    starts = [torch.randn(s) for s in shapes]
+    ends = []
+    for runs_here in ROUTES.values():
+        ps = [torch.nn.Parameter(s.clone()) for s in starts]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(kernels, "runs_here", runs_here)
+            update = AdamW(ps, lr=1e-2, weight_decay=0.1)
+            for step in range(5):
+                for p in ps:
+                    p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(step))
+                update.step()
+        ends.append(ps)
+    for a, b in zip(*ends, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-6)
+
+
+def test_optimizer_test_prints_one_line_of_success() -> None:
+    result = run_script("optimizer_test.py")
+    assert (result.returncode, result.stdout) == (0, "Optimizer test passed!\n"), result.stderr
+
+
+def test_optimizer_test_fails_on_a_wrong_optimizer(monkeypatch, capsys) -> None:
+    import optimizer_test
+
+    monkeypatch.setattr(optimizer_test, "AdamW", lambda p, correct_bias, **kw: torch.optim.AdamW(p, eps=1e-6, **kw))
+    assert optimizer_test.main() == 1
+    assert "FAILED" in capsys.readouterr().err
+    assert optimizer.AdamW is AdamW

@@ -1,0 +1,59 @@
+"""sanity_check.py prints one line of success, and notices a wrong BERT."""
+
+import pytest
+import torch
+from conftest import run_script
+
+import bert
+import sanity_check
+
+
+def test_sanity_check_prints_one_line_of_success() -> None:
+    result = run_script("sanity_check.py")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("Your BERT implementation is correct!")
+    assert result.stdout.count("\n") == 1
+
+
+def unscaled(query, key, value, mask, drop):
+    return (query @ key.transpose(-2, -1) + mask).softmax(-1) @ value
+
+
+def unmasked(query, key, value, mask, drop):
+    return bert.written_attention(query, key, value, torch.zeros_like(mask), drop)
+
+
+@pytest.mark.parametrize("wrong", [unscaled, unmasked])
+def test_sanity_check_fails_on_a_wrong_attention(wrong, monkeypatch, capsys) -> None:
+    original = bert.BertSelfAttention.attention
+
+    def attention(self, *tensors):
+        self.attend = wrong
+        return original(self, *tensors)
+
+    monkeypatch.setattr(bert.BertSelfAttention, "attention", attention)
+    assert sanity_check.main() == 1
+    assert "FAILED" in capsys.readouterr().err
+
+
+def test_the_courses_own_reference_is_used_where_it_is_at_hand(monkeypatch, tmp_path, tiny_checkpoint) -> None:
+    """With the course's file and weights (here: a tiny stand-in for both), the third check runs and can fail."""
+    from bert import BertModel
+    from tokenizer import BertTokenizer
+
+    batch = BertTokenizer.from_pretrained(str(tiny_checkpoint))(["hello world", "hello neural network for NLP"])
+    with torch.no_grad():
+        outputs = BertModel.from_pretrained(str(tiny_checkpoint)).eval()(**batch)
+    torch.save(outputs, tmp_path / "sanity_check.data")
+    monkeypatch.setattr(sanity_check, "COURSE_FILE", tmp_path / "sanity_check.data")
+    for name in ("base_bert", "tokenizer", "sanity_check"):
+        monkeypatch.setattr(f"{name}.find_checkpoint", lambda _: tiny_checkpoint)
+    assert sanity_check.check_course() <= 0
+    outputs["pooler_output"] += 1
+    torch.save(outputs, tmp_path / "sanity_check.data")
+    assert sanity_check.check_course() > 0.1
+
+
+def test_without_the_courses_file_that_check_is_left_out(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(sanity_check, "COURSE_FILE", tmp_path / "nowhere")
+    assert sanity_check.check_course() is None
