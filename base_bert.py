@@ -117,7 +117,10 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
         if safe.is_file():
             return load_file(safe)
         if pickled.is_file():
-            return torch.load(pickled, map_location="cpu", weights_only=True)
+            found = torch.load(pickled, map_location="cpu", weights_only=True)
+            if not isinstance(found, dict) or not all(isinstance(tensor, Tensor) for tensor in found.values()):
+                raise TypeError("no table of tensors by name")
+            return found
     except (SafetensorError, RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
         broken = safe if safe.is_file() else pickled
         raise InputError(

@@ -47,7 +47,18 @@ def fused_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, dro
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=p)
 
 
-ATTENTIONS: dict[str, Callable[..., Tensor]] = {"written": written_attention, "fused": fused_attention}
+def fastest_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, drop: Dropout) -> Tensor:
+    """The quicker of the two, as measured: on a CPU torch has no fused kernel with dropout, and draws masks slowly."""
+    draws_a_mask = drop.training and drop.p > 0
+    attend = written_attention if draws_a_mask and query.device.type == "cpu" else fused_attention
+    return attend(query, key, value, mask, drop)
+
+
+ATTENTIONS: dict[str, Callable[..., Tensor]] = {
+    "written": written_attention,
+    "fused": fused_attention,
+    "fastest": fastest_attention,
+}
 
 
 class BertSelfAttention(nn.Module):
@@ -60,7 +71,7 @@ class BertSelfAttention(nn.Module):
         self.key = nn.Linear(H, H)
         self.value = nn.Linear(H, H)
         self.dropout = Dropout(config.attention_probs_dropout_prob)
-        self.attend = written_attention
+        self.attend = fastest_attention
 
     def transform(self, x: Tensor, linear: nn.Linear) -> Tensor:
         """Projects and splits into heads: (B, T, H) -> (B, N, T, D)."""

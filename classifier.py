@@ -24,7 +24,6 @@ from tokenizer import BertTokenizer
 from training import Step, Trainer, fit
 from utils import (
     ArgumentParser,
-    InputError,
     Precision,
     Run,
     choose_device,
@@ -136,10 +135,16 @@ def get_args(argv: list[str] | None = None) -> argparse.Namespace:
         default=argparse.SUPPRESS, help="the later handouts' name for --option")  # fmt: skip
     add("--model", default="bert-base-uncased", help="minilm, a checkpoint's directory, or a hub id")
     add("--keep_layers", type=number(int, 1, 1000), help="keep the first n layers of BERT; None: all")
-    add("--attention", choices=sorted(ATTENTIONS), default="written", help="how attention is computed")
+    add("--attention", choices=sorted(ATTENTIONS), default="fastest", help="how attention is computed")
     add("--tasks", nargs="+", choices=sorted(TASKS), default=["sst", "cfimdb"], help="which data sets, in this order")
     add("--data", type=Path, default=Path("data"), help="directory with the course's files; data/sample is at hand")
     add("--strict_data", action="store_true", help="a row that cannot be used is an error")
+    add(
+        "--max_length",
+        type=number(int, 4, 512),
+        default=512,
+        help="longer texts are cut to so many tokens, and counted",
+    )
     add("--predictions", type=Path, default=Path("predictions"), help="where the prediction files go")
     add("--runs", type=Path, default=Path("runs"), help="where the run's log and weights go")
     add("--name", help="name of the run; None: option and time")
@@ -168,20 +173,21 @@ def _mode(name: str) -> str:
 def main() -> None:
     args = get_args()
     device = choose_device(args.use_gpu)
-    tokenizer = BertTokenizer.from_pretrained(args.model)
+    tokenizer = BertTokenizer.from_pretrained(args.model, max_length=args.max_length)
     splits = {name: load_splits(TASKS[name], args, tokenizer) for name in dict.fromkeys(args.tasks)}
     BertModel.from_pretrained(args.model, keep_layers=args.keep_layers)  # fails now rather than after the first task
     writable_directory(args.predictions, "--predictions")
-    folder = args.runs / args.name
-    if folder.exists():
-        raise InputError(f"{folder}: the run exists already. Give another --name, or remove the directory.")
+    runs = {
+        name: Run.create(args.runs / args.name / name, args, list(data_paths(TASKS[name], args).values()))
+        for name in splits
+    }
     threads = torch.get_num_threads()
     print(f"{args.option} {args.model} | {device.type} {args.precision} | {threads} threads | lr {args.lr:g}")
     for name, task_splits in splits.items():
         started = time.monotonic()
-        run = Run.create(folder / name, args, list(data_paths(TASKS[name], args).values()))
-        best = train_task(TASKS[name], args, task_splits, Precision(args.precision, device), run)
-        print(f"{name}: best dev accuracy {best:.3f} | {time.monotonic() - started:.0f} s | {run.folder}", flush=True)
+        best = train_task(TASKS[name], args, task_splits, Precision(args.precision, device), runs[name])
+        spent = time.monotonic() - started
+        print(f"{name}: best dev accuracy {best:.3f} | {spent:.0f} s | {runs[name].folder}", flush=True)
 
 
 if __name__ == "__main__":

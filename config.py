@@ -22,6 +22,13 @@ class BertConfig:
     initializer_range: float = 0.02
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            value, least = getattr(self, field.name), 0 if field.type is float or field.name == "pad_token_id" else 1
+            if not isinstance(value, int | field.type) or value < least:
+                raise ValueError(
+                    f"{field.name} must be a number of at least {least}, found {value!r}. "
+                    "Take the config.json that belongs to the checkpoint."
+                )
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"hidden_size must be a multiple of num_attention_heads; found {self.hidden_size} and "
@@ -34,7 +41,9 @@ class BertConfig:
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise ValueError(f"{path}: must be a JSON file that describes a BERT; {error}.") from error
+            raise ValueError(
+                f"{path}: must be a JSON file that describes a BERT; {error}. Take the checkpoint's own."
+            ) from error
         if not isinstance(found, dict) or found.get("model_type", "bert") != "bert":
             kind = found.get("model_type") if isinstance(found, dict) else type(found).__name__
             raise ValueError(f"{path}: model_type must be 'bert', found {kind!r}. Choose a BERT checkpoint.")

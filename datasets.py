@@ -40,7 +40,7 @@ class Examples:
 
 
 class Row(NamedTuple):
-    line: int
+    place: str  # file and line, for messages
     id: str
     texts: tuple[str, ...]
     label: int | float | None
@@ -53,7 +53,7 @@ def read_examples(task: Task, paths: list[Path], *, labeled: bool, strict: bool 
     error. Anything else that breaks the format is an error: a wrong label would train the model on nonsense.
     """
     found = Examples(task, texts=tuple([] for _ in task.text_columns), labels=[] if labeled else None)
-    lines: dict[str, str] = {}
+    places: dict[str, str] = {}
     for path in paths:
         for row in _read_file(task, path, labeled):
             if isinstance(row, str):
@@ -61,10 +61,10 @@ def read_examples(task: Task, paths: list[Path], *, labeled: bool, strict: bool 
                     raise InputError(f"{row}. Mend the row, or leave out --strict_data to skip it.")
                 found.skipped.append(row)
                 continue
-            place = f"{path} line {row.line}"
-            if row.id in lines:
-                raise InputError(f"{place}: ids must be unique, {row.id!r} stands in {lines[row.id]} too. Remove one.")
-            lines[row.id] = place
+            if row.id in places:
+                other = places[row.id]
+                raise InputError(f"{row.place}: ids must be unique, {row.id!r} stands in {other} too. Remove one.")
+            places[row.id] = row.place
             found.ids.append(row.id)
             for column, text in zip(found.texts, row.texts, strict=True):
                 column.append(text)
@@ -88,13 +88,16 @@ def _read_file(task: Task, path: Path, labeled: bool) -> Iterator[Row | str]:
             f"{', '.join(absent)} not found. Check that this is a {task.name} file."
         )
     try:
+        last = reader.line_num
         for record in reader:
-            yield _parse(task, record, wanted, f"{path} line {reader.line_num}", reader.line_num)
+            first, last = last + 1, reader.line_num  # a quoted field may hold newlines; an open quote runs on
+            place = f"{path} line {first}" if first == last else f"{path} lines {first} to {last}"
+            yield _parse(task, record, wanted, place)
     except csv.Error as error:
         raise InputError(f"{path} line {reader.line_num}: not a tab-separated table; {error}.") from error
 
 
-def _parse(task: Task, record: dict[str, str | None], wanted: list[str], place: str, line: int) -> Row | str:
+def _parse(task: Task, record: dict[str, str | None], wanted: list[str], place: str) -> Row | str:
     absent = [name for name in wanted if record[name] is None]
     if absent:
         return f"{place}: {absent[0]} is missing, is a quotation mark left open?"
@@ -105,11 +108,11 @@ def _parse(task: Task, record: dict[str, str | None], wanted: list[str], place: 
     if not identifier:
         return f"{place}: id is empty"
     if task.label_column not in wanted:
-        return Row(line, identifier, texts, None)
+        return Row(place, identifier, texts, None)
     if not record[task.label_column].strip():
         return f"{place}: {task.label_column} is empty"
     try:
-        return Row(line, identifier, texts, task.parse_label(record[task.label_column].strip()))
+        return Row(place, identifier, texts, task.parse_label(record[task.label_column].strip()))
     except ValueError as error:
         raise InputError(f"{place}: {task.label_column} {error}. Mend the row.") from error
 
@@ -129,8 +132,9 @@ def _decoded_lines(path: Path) -> io.StringIO:
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        line = content[: error.start].count(b"\n") + 1
-        found = f"0x{content[error.start]:02x}"
+        # error.object is the content without its byte-order mark, to which error.start refers
+        line = error.object[: error.start].count(b"\n") + 1
+        found = f"0x{error.object[error.start]:02x}"
         raise InputError(
             f"{path} line {line}: must be UTF-8, found byte {found}. Convert the file to UTF-8."
         ) from error

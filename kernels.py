@@ -16,7 +16,10 @@ ROUND_1, ROUND_2 = 0x7FEB352D, 0x846CA68B  # multipliers of the hash prospector'
 
 def _match_threads() -> None:
     """Numba uses as many threads as torch was told to use, so that one setting governs both."""
-    numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
+    wanted = torch.get_num_threads()
+    numba.set_num_threads(min(wanted, numba.config.NUMBA_NUM_THREADS))
+    if torch.get_num_threads() != wanted:  # numba's first start resets OpenMP's number of threads, which is torch's too
+        torch.set_num_threads(wanted)
 
 
 def runs_here(*tensors: Tensor) -> bool:

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import tokenizers
 import torch
@@ -13,6 +13,7 @@ from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 
 from base_bert import find_checkpoint
+from config import BertConfig
 from utils import InputError, write_text
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -24,9 +25,13 @@ def read_vocabulary(folder: Path) -> list[str]:
     if lines.is_file():
         return lines.read_text(encoding="utf-8").rstrip("\n").split("\n")
     if whole.is_file():
-        pieces = json.loads(whole.read_text(encoding="utf-8"))["model"]["vocab"]
+        pieces = _read_json(whole)["model"]["vocab"]
         return sorted(pieces, key=pieces.get)
-    raise InputError(f"{folder}: has neither vocab.txt nor tokenizer.json. Copy them from the checkpoint.")
+    raise InputError("has neither vocab.txt nor tokenizer.json. Copy them from the checkpoint.")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 class BertTokenizer:
@@ -54,11 +59,21 @@ class BertTokenizer:
         self.rust.enable_truncation(max_length, strategy="longest_first")
 
     @classmethod
-    def from_pretrained(cls, name: str) -> Self:
+    def from_pretrained(cls, name: str, *, max_length: int = 512) -> Self:
+        """The checkpoint's vocabulary and case; at most as many tokens as its BERT has positions."""
         folder = find_checkpoint(name)
-        settings = folder / "tokenizer_config.json"
-        found = json.loads(settings.read_text(encoding="utf-8")) if settings.is_file() else {}
-        return cls(read_vocabulary(folder), lowercase=found.get("do_lower_case", True))
+        try:
+            settings, config = folder / "tokenizer_config.json", folder / "config.json"
+            lowercase = _read_json(settings).get("do_lower_case", True) if settings.is_file() else True
+            shape = BertConfig.from_file(config) if config.is_file() else BertConfig()
+            vocabulary = read_vocabulary(folder)
+            if len(vocabulary) > shape.vocab_size:
+                raise ValueError(f"{len(vocabulary)} word pieces do not fit a vocab_size of {shape.vocab_size}")
+            return cls(vocabulary, lowercase=lowercase, max_length=min(max_length, shape.max_position_embeddings))
+        except InputError as error:
+            raise InputError(f"{folder}: {error}") from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise InputError(f"{folder}: its tokenizer files are damaged ({error}). Copy them again.") from error
 
     def encode(self, sentences: list[str], pairs: list[str] | None = None) -> list[tokenizers.Encoding]:
         """One Encoding a sentence or pair: `.ids`, `.type_ids`, and `.overflowing` where it was cut. Unpadded."""

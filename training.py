@@ -66,10 +66,12 @@ class Trainer:
         if self.clip:
             self.precision.scaler.unscale_(self.optimizer)
             nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        scale = self.precision.scaler.get_scale()
         self.precision.scaler.step(self.optimizer)  # passes over the step where fp16 overflowed
         self.precision.scaler.update()
         self.optimizer.zero_grad()
-        self.schedule.step()
+        if self.precision.scaler.get_scale() >= scale:  # it falls exactly where the step was passed over
+            self.schedule.step()
 
     def epoch(self, steps: Iterable[Step], label: str, total: int) -> dict[str, float]:
         """One pass over the steps; the mean loss of every task."""

@@ -144,7 +144,9 @@ def writable_directory(path: Path, flag: str) -> Path:
         with tempfile.TemporaryFile(dir=path):
             return path
     except OSError as error:
-        raise InputError(f"{flag} {path}: must be a directory that can be written to; {error.strerror}.") from error
+        raise InputError(
+            f"{flag} {path}: must be a directory that can be written to; {error.strerror}. Choose another."
+        ) from error
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------
