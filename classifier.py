@@ -125,12 +125,7 @@ def train_task(task: Task, args: argparse.Namespace, splits: dict[str, Split], p
 def get_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = ArgumentParser(prog="classifier.py", description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add(
-        "--option",
-        choices=("pretrain", "finetune"),
-        default="pretrain",
-        help="pretrain: BERT frozen; finetune: all of it",
-    )
+    add("--option", choices=("pretrain", "finetune"), default="pretrain", help="pretrain: BERT is frozen")
     add("--fine-tune-mode", dest="option", type=_mode, metavar="{last-linear-layer,full-model}",
         default=argparse.SUPPRESS, help="the later handouts' name for --option")  # fmt: skip
     add("--model", default="bert-base-uncased", help="minilm, a checkpoint's directory, or a hub id")
@@ -139,12 +134,7 @@ def get_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--tasks", nargs="+", choices=sorted(TASKS), default=["sst", "cfimdb"], help="which data sets, in this order")
     add("--data", type=Path, default=Path("data"), help="directory with the course's files; data/sample is at hand")
     add("--strict_data", action="store_true", help="a row that cannot be used is an error")
-    add(
-        "--max_length",
-        type=number(int, 4, 512),
-        default=512,
-        help="longer texts are cut to so many tokens, and counted",
-    )
+    add("--max_length", type=number(int, 4, 512), default=512, help="longer texts are cut to so many tokens, counted")
     add("--predictions", type=Path, default=Path("predictions"), help="where the prediction files go")
     add("--runs", type=Path, default=Path("runs"), help="where the run's log and weights go")
     add("--name", help="name of the run; None: option and time")

@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
@@ -53,9 +52,5 @@ def score(task: Task, predictions: Predictions) -> float:
 
 def write_predictions(path: Path, task: Task, predictions: Predictions) -> None:
     """Byte for byte the starter's format: a header, then `id , value ` lines."""
-    rows = (f"{i} , {v} \n" for i, v in zip(predictions.ids, _plain(predictions.values), strict=True))
+    rows = (f"{i} , {v} \n" for i, v in zip(predictions.ids, predictions.values, strict=True))
     write_text(path, task.csv_header + "".join(rows))
-
-
-def _plain(values: np.ndarray) -> list[str]:
-    return [str(v) for v in values]

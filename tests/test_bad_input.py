@@ -472,7 +472,7 @@ def test_an_existing_run_is_refused_and_left_alone(classify: Classify, tmp_path:
     log.parent.mkdir(parents=True)
     log.write_text("kept")
     error = the_error(classify())
-    assert f"{tmp_path / 'runs' / 'r'}: the run exists already" in error
+    assert f"{tmp_path / 'runs' / 'r' / 'sst'}: the run exists already" in error
     assert "Give another --name" in error
     assert log.read_text() == "kept"
     assert list((tmp_path / "runs").rglob("*.*")) == [log]
