@@ -694,3 +694,20 @@ def test_an_open_quotation_mark_is_named_with_the_line_where_it_opens(
     finished = classify("--strict_data")
     assert_refused(finished, tmp_path, path, "sentiment is missing, is a quotation mark left open?", "Mend the row")
     assert re.search(r"\blines? 4\b", finished.err)
+
+
+def test_rows_joined_by_a_quotation_mark_that_closes_in_a_later_row_do_not_vanish_silently(
+    classify: Classify, task_files: Path, tmp_path: Path
+):
+    path = task_files / "ids-sst-train.csv"
+    path.write_text(HEADER + rows(row_3='3\tid3\t"A film .\t1\n', row_5='5\tid5\tA "film" .\t0\n'))
+    finished = classify()  # csv makes one row of lines 4 to 6: the id of the first with the label of the last
+    assert finished.status == 0
+    assert "sst: train 5, dev 8, test 8 rows" in finished.out
+    assert re.search(rf"^note: {re.escape(str(path))} lines 4 to 6: .*quotation mark", finished.err, re.MULTILINE)
+
+
+def test_blank_lines_do_not_shift_the_line_that_is_named(classify: Classify, task_files: Path, tmp_path: Path):
+    path = task_files / "ids-sst-train.csv"
+    path.write_text(HEADER + rows(row_3="\n\n3\tid3\tA film .\t5\n"))
+    assert_refused(classify(), tmp_path, f"{path} line 6: sentiment must be a whole number from 0 to 4, found '5'")
