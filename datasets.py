@@ -87,23 +87,24 @@ def _read_file(task: Task, path: Path, labeled: bool) -> Iterator[Row | str]:
             f"{path} line 1: the header must have the tab-separated columns {', '.join(wanted)}; "
             f"{', '.join(absent)} not found. Check that this is a {task.name} file."
         )
-    try:
-        last = reader.line_num
-        for record in reader:
-            first, last = last + 1, reader.line_num  # a quoted field may hold newlines; an open quote runs on
-            place = f"{path} line {first}" if first == last else f"{path} lines {first} to {last}"
-            yield _parse(task, record, wanted, place)
-    except csv.Error as error:
-        raise InputError(f"{path} line {reader.line_num}: not a tab-separated table; {error}.") from error
+    last = reader.line_num
+    for record in reader:
+        inside = sum(value.count("\n") for value in record.values() if isinstance(value, str))
+        # a quoted field may hold newlines and an open quote runs on; blank lines before the row are not its own
+        first, last = max(last + 1, reader.line_num - inside), reader.line_num
+        place = f"{path} line {first}" if first == last else f"{path} lines {first} to {last}"
+        yield _parse(task, record, wanted, place)
 
 
 def _parse(task: Task, record: dict[str, str | None], wanted: list[str], place: str) -> Row | str:
     absent = [name for name in wanted if record[name] is None]
     if absent:
-        return f"{place}: {absent[0]} is missing, is a quotation mark left open?"
+        return f"{place}: {absent[0]} is missing (a quotation mark left open?)"
     if None in record:
         return f"{place}: has more fields than the header"
     texts = tuple(record[name].strip() for name in task.text_columns)
+    if any("\t" in text and "\n" in text for text in texts):
+        return f"{place}: holds several rows (a quotation mark left open?)"
     identifier = record["id"].lower().strip()  # as the starter and the leaderboard compare them
     if not identifier:
         return f"{place}: id is empty"

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numba
 import pytest
 import torch
 from conftest import run_script
@@ -39,7 +38,6 @@ Classify = Callable[..., Finished]
 def one_thread() -> Iterator[None]:
     """For tensors this small a second thread only costs time."""
     before = torch.get_num_threads()
-    numba.set_num_threads(1)  # starts numba's threads, which must not happen after the next line
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
@@ -650,7 +648,7 @@ UNUSABLE = {
     "a label of spaces": ("8\tid8\tA film .\t  \n", "sentiment is empty"),
     "a blank id": ("8\t \tA film .\t1\n", "id is empty"),
     "a missing column": ("8\tid8\tA film .\n", "sentiment is missing"),
-    "an open quotation mark": ('8\tid8\t"A film .\t1\n', "sentiment is missing, is a quotation mark left open?"),
+    "an open quotation mark": ('8\tid8\t"A film .\t1\n', "sentiment is missing (a quotation mark left open?)"),
     "a column too many": ("8\tid8\tA film .\t1\t1\n", "has more fields than the header"),
 }
 
@@ -692,7 +690,7 @@ def test_an_open_quotation_mark_is_named_with_the_line_where_it_opens(
     path = task_files / "ids-sst-train.csv"
     path.write_text(HEADER + rows(row_3='3\tid3\t"A film .\t1\n'))  # it swallows rows 3 to 8, lines 4 to 9
     finished = classify("--strict_data")
-    assert_refused(finished, tmp_path, path, "sentiment is missing, is a quotation mark left open?", "Mend the row")
+    assert_refused(finished, tmp_path, path, "sentiment is missing (a quotation mark left open?)", "Mend the row")
     assert re.search(r"\blines? 4\b", finished.err)
 
 
