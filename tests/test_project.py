@@ -3,7 +3,9 @@
 import ast
 import os
 import re
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -111,13 +113,14 @@ def bash(command: str, folder: Path = ROOT, **environment: str) -> subprocess.Co
 @pytest.fixture
 def copy_with_environment(tmp_path: Path) -> Path:
     """setup.sh and its requirements in a folder whose .venv has them all installed, by its stamps."""
-    for name in ("setup.sh", "requirements.txt", "requirements-minilm.txt", "requirements-dev.txt"):
-        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
-    (tmp_path / "data").mkdir()
-    subprocess.run(["python3", "-m", "venv", "--without-pip", str(tmp_path / ".venv")], check=True)
-    for path in tmp_path.glob("requirements*.txt"):
-        (tmp_path / ".venv" / f".minbert-{path.name}").write_bytes(path.read_bytes())
-    return tmp_path
+    folder = tmp_path / "project"
+    (folder / "data").mkdir(parents=True)
+    for path in (ROOT / "setup.sh", *ROOT.glob("requirements*.txt")):
+        shutil.copy(path, folder)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder / ".venv")], check=True)
+    for path in folder.glob("requirements*.txt"):
+        shutil.copy(path, folder / ".venv" / f".minbert-{path.name}")
+    return folder
 
 
 def test_setup_with_nothing_to_do_takes_seconds_sourced_and_executed(copy_with_environment: Path) -> None:
