@@ -354,25 +354,16 @@ def add_verdicts(grammar: Grammar) -> None:
             f"{L} , but {W} .",
             f"{W} , even if {L} .",
             f"it is true that {L} . Still , {W} .",
-            f"what counts is that {W} , not that {L} .",
-            f"never mind that {L} : {W} .",
             f"I could say that {L} , and yet {W} .",
-            f"{W} , and it does not matter much that {L} .",
         )
         Ws, Ls = f"{{{win}s}}", f"{{{lose}s}}"
         grammar[f"verdict{label}"] = (
             f"in the end the {Ws} outweigh the {Ls} .",
-            f"the {Ls} never outweigh the {Ws} .",
-            f"the {Ls} are no match for the {Ws} .",
             f"the {Ws} win out over the {Ls} .",
-            f"the {Ls} matter less than the {Ws} .",
-            f"I will have forgotten the {Ls} long before the {Ws} .",
             f"there are {Ls} , but more {Ws} .",
             f"I sat down {{{lose}mood}} and got up {{{win}mood}} .",
-            f"it began with me {{{lose}mood}} ; it left me {{{win}mood}} .",
             f"I would sooner {{{win}act}} than {{{lose}act}} .",
             f"I would not {{{lose}act}} ; I would rather {{{win}act}} .",
-            f"my {{friend}} called it {{{lose}word}} and was wrong .",
             f"my {{friend}} called it {{{win}word}} , and I can not disagree .",
         )
         grammar[f"close{label}"] = (
@@ -383,10 +374,9 @@ def add_verdicts(grammar: Grammar) -> None:
         )
         weigh, verdict, close = f"{{weigh{label}}}", f"{{verdict{label}}}", f"{{close{label}}}"
         grammar[f"review{label}"] = (
-            f"{{opening}} {weigh} {{aside}}{{gap}}{weigh} {weigh}{{gap}}{verdict} {close}",
-            f"{verdict}{{gap}}{{opening}} {weigh} {weigh} {{aside}} {weigh} {close}",
-            f"{{aside}} {{opening}} {weigh}{{gap}}{weigh} {verdict} {weigh} {close}",
-            f"{{opening}} {verdict}{{gap}}{weigh} {{aside}} {weigh} {weigh} {close}",
+            f"{{opening}} {weigh}{{gap}}{weigh} {verdict} {close}",
+            f"{verdict} {{opening}} {weigh}{{gap}}{weigh} {close}",
+            f"{close}{{gap}}{{opening}} {weigh} {weigh} {verdict}",
         )
 
 
@@ -1019,7 +1009,7 @@ SAMPLES = (
         {0: 0.128, 1: 0.26, 2: 0.19, 3: 0.272, 4: 0.15},
         draw_sst,
     ),
-    Sample("cfimdb", "ids-cfimdb-{}.csv", *ONE_HEADERS, (300, 100, 100), {0: 0.5, 1: 0.5}, draw_cfimdb),
+    Sample("cfimdb", "ids-cfimdb-{}.csv", *ONE_HEADERS, (600, 150, 150), {0: 0.5, 1: 0.5}, draw_cfimdb),
     Sample(
         "quora",
         "quora-{}.csv",

@@ -19,7 +19,7 @@ from tasks import TASKS
 
 SAMPLE = ROOT / "data" / "sample"
 SPLITS = ("train", "dev", "test")
-SIZES = {"sst": (600, 150, 150), "cfimdb": (300, 100, 100), "para": (600, 150, 150), "sts": (600, 150, 150)}
+SIZES = {"sst": (600, 150, 150), "cfimdb": (600, 150, 150), "para": (600, 150, 150), "sts": (600, 150, 150)}
 # shares of the course's training files (STS: by whole part)
 SHARES = {
     "sst": {0: 0.128, 1: 0.260, 2: 0.190, 3: 0.272, 4: 0.151},
