@@ -6,6 +6,7 @@ A name is the alias `minilm`, a directory in the usual layout, or a hub id such 
 import importlib.util
 import json
 import re
+from collections.abc import Set
 from pathlib import Path
 from typing import Self
 
@@ -37,6 +38,10 @@ NAMES = {
     "bert_layers.{}.out_layer_norm": "encoder.layer.{}.output.LayerNorm",
     "pooler_dense": "pooler.dense",
 }
+
+
+# What a multitask run writes beside its encoder. An encoder alone is loaded without it.
+HEADS = ("heads.", "poolers.", "shared_pair_layer.", "weighting.")
 
 
 def usual_name(ours: str) -> str:
@@ -79,33 +84,61 @@ def verify_sha256(path: Path, expected: str) -> None:
         )
 
 
+def why_unreachable(name: str) -> str:
+    """Why the hub can not be reached, by one cheap look; empty if it answers, whatever it says, or is merely slow.
+
+    hf_hub_download tries a connection that is refused six times, over 23 seconds, before it gives up. An answer that is
+    late or says "try again" is still left to its retries.
+    """
+    from httpx2 import ConnectError, ConnectTimeout, HTTPError, ProxyError  # huggingface_hub's own HTTP client
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    try:
+        get_hf_file_metadata(hf_hub_url(name, "config.json"))
+    except OfflineModeIsEnabled:
+        return "HF_HUB_OFFLINE is set"
+    except (ConnectError, ConnectTimeout, ProxyError) as error:
+        return f"no connection: {_first_line(error)}"
+    except HTTPError:  # it answered, or may do so yet: the download itself tells what is wrong
+        pass
+    return ""
+
+
 def _fetch_from_hub(name: str) -> Path:
+    from httpx2 import HTTPError
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError
 
     def fetch(*choices: str) -> Path | None:
-        """The first of these files that the repository has."""
+        """The first of these files that the repository has; without the hub, that its cache has."""
         for file in choices:
             try:
-                return Path(hf_hub_download(name, file))
-            except LocalEntryNotFoundError:  # no network and not in the cache: trying other names tells nothing new
-                raise
+                return Path(hf_hub_download(name, file, local_files_only=bool(unreachable)))
+            except LocalEntryNotFoundError:
+                if not unreachable:  # the connection broke just now: trying other names tells nothing new
+                    raise
             except EntryNotFoundError:
                 continue
         return None
 
+    def not_to_be_had(reason: str) -> InputError:
+        return InputError(
+            f"--model {name}: neither a directory, nor in the hub's cache, nor to be had from the hub ({reason}). "
+            "Check the name and the network, or use --model minilm, which needs none."
+        )
+
     try:
+        unreachable = why_unreachable(name)
         config = fetch("config.json")
         weights = fetch("model.safetensors", "pytorch_model.bin")
         fetch("vocab.txt", "tokenizer.json")
         fetch("tokenizer_config.json")
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise InputError(
-            f"--model {name}: neither a directory, nor in the hub's cache, nor to be had from the hub ({reason}) "
-            "Check the name and the network, or use --model minilm, which needs none."
-        ) from error
+    except (HTTPError, HFValidationError, OSError) as error:
+        raise not_to_be_had(_first_line(error)) from error
     if config is None or weights is None:
+        if unreachable:
+            raise not_to_be_had(unreachable)
         raise InputError(f"--model {name}: the hub's repository has no BERT weights. Choose a BERT checkpoint.")
     return config.parent
 
@@ -139,6 +172,62 @@ def modern_name(name: str) -> str:
     """Old checkpoints prefix every name with `bert.` and call LayerNorm's parameters gamma and beta."""
     name = name.removeprefix("bert.")
     return re.sub(r"LayerNorm\.gamma$", "LayerNorm.weight", re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", name))
+
+
+def copy_tensors(
+    found: dict[str, Tensor],
+    wanted: dict[str, Tensor],
+    source: Path,
+    misfit: tuple[str, str],
+    optional: Set[str] = set(),
+) -> None:
+    """Copies the tensors found into those wanted, by name; all that is missing, unexpected or mis-shaped in one error.
+
+    misfit: the error's first and last sentence. optional: names that may be missing; those keep their values.
+    """
+    shaped = {k for k in wanted.keys() & found.keys() if wanted[k].shape != found[k].shape}
+    wrong = {
+        "missing": sorted(wanted.keys() - found.keys() - optional),
+        "unexpected": sorted(found.keys() - wanted.keys()),
+        "mis-shaped": [f"{k} {tuple(found[k].shape)}, not {tuple(wanted[k].shape)}" for k in sorted(shaped)],
+    }
+    if any(wrong.values()):
+        lists = "; ".join(f"{len(names)} {kind}: {', '.join(names)}" for kind, names in wrong.items() if names)
+        raise InputError(f"{source}: {misfit[0]}. {lists}. {misfit[1]}.")
+    with torch.no_grad():
+        for name in wanted.keys() & found.keys():
+            wanted[name].copy_(found[name])
+
+
+def _tensors_by_usual_name(model: nn.Module) -> dict[str, Tensor]:
+    """The model's own parameters and persistent buffers; what is registered twice goes by its first name."""
+    tensors, seen = {}, set()
+    for ours, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) in seen:
+            continue
+        seen.add(id(tensor))
+        inner = ours.removeprefix("bert.")
+        try:
+            name = ours if inner == ours else "bert." + usual_name(inner)
+        except KeyError:  # a part of the encoder that BERT does not have
+            name = ours
+        tensors[name] = tensor
+    return tensors
+
+
+def usual_state(model: nn.Module) -> dict[str, Tensor]:
+    """All of a model that has an encoder `bert`, to be saved: the encoder under `bert.` and its usual names, the rest
+    under its own. `transformers.AutoModel` and --model read the encoder out of it.
+
+    On the CPU, and of a model that is there already without a copy: the tensors change as it trains on.
+    """
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in _tensors_by_usual_name(model).items()}
+
+
+def load_usual_state(model: nn.Module, tensors: dict[str, Tensor], source: Path) -> None:
+    """The inverse of `usual_state`, for a model of the same build; one error lists everything that does not fit."""
+    misfit = "the weights do not fit this model", "Build it with the flags of the run that wrote them"
+    copy_tensors(tensors, _tensors_by_usual_name(model), source, misfit)
 
 
 class BertPreTrainedModel(nn.Module):
@@ -183,27 +272,17 @@ class BertPreTrainedModel(nn.Module):
     def load_usual_weights(self, weights: dict[str, Tensor], source: Path) -> None:
         """Copies tensors under their usual names; anything missing, unexpected or mis-shaped is listed in one error."""
         wanted = {usual_name(name): parameter for name, parameter in self.named_parameters()}
-        extra = {k for k in weights if k.startswith("cls.") or k == "embeddings.position_ids"}
-        missing = {k for k in wanted.keys() - weights.keys() if not k.startswith("pooler.")}
-        shaped = {k for k in wanted.keys() & weights.keys() if wanted[k].shape != weights[k].shape}
-        unexpected = weights.keys() - wanted.keys() - extra
-        wrong = {
-            "missing": sorted(missing),
-            "unexpected": sorted(unexpected),
-            "mis-shaped": [f"{k} {tuple(weights[k].shape)}, not {tuple(wanted[k].shape)}" for k in sorted(shaped)],
-        }
-        if any(wrong.values()):
-            lists = "; ".join(f"{len(names)} {kind}: {', '.join(names)}" for kind, names in wrong.items() if names)
-            raise InputError(
-                f"{source}: the weights do not fit its config.json. {lists}. Check that both belong together."
-            )
-        with torch.no_grad():
-            for name in wanted.keys() & weights.keys():
-                wanted[name].copy_(weights[name])
+        pooler = {name for name in wanted if name.startswith("pooler.")}
+        ignored = {k for k in weights if k.startswith(("cls.", *HEADS)) or k == "embeddings.position_ids"}
+        found = {k: tensor for k, tensor in weights.items() if k not in ignored}
+        misfit = "the weights do not fit its config.json", "Check that both belong together"
+        copy_tensors(found, wanted, source, misfit, optional=pooler)
         if wanted.keys() - weights.keys():
             warn(f"{source} has no pooler: its weights start at random.")
-        if any(k.startswith("cls.") for k in extra):
+        if any(k.startswith("cls.") for k in ignored):
             warn(f"{source}: the pre-training heads (cls.*) are not used.")
+        if any(k.startswith(HEADS) for k in ignored):
+            warn(f"{source}: the heads of an earlier run are not used.")
 
     def save_pretrained(self, folder: Path) -> None:
         """Writes config.json and model.safetensors under the usual names; `transformers.AutoModel` loads them."""

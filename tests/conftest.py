@@ -21,7 +21,7 @@ COURSE_FILES = [
 
 
 def pytest_configure() -> None:
-    torch.set_num_threads(1 if os.environ.get("PYTEST_XDIST_WORKER") else 2)
+    torch.set_num_threads(2)
 
 
 @pytest.fixture(scope="session")
@@ -46,7 +46,7 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_task_files(folder: Path, rows: int = 8) -> None:
-    """Eight-row files of SST and CFIMDB in the course's format."""
+    """Eight-row files of all four tasks in the course's format."""
     folder.mkdir(parents=True, exist_ok=True)
     words = ["good", "bad", "dull", "bright", "slow"]
     for stem, grades in (("ids-sst", 5), ("ids-cfimdb", 2)):
@@ -55,6 +55,17 @@ def write_task_files(folder: Path, rows: int = 8) -> None:
             (folder / f"{stem}-{split}.csv").write_text("\tid\tsentence\tsentiment\n" + "".join(lines))
         lines = [f"{i}\t{i}.0\ttest{i:021d}\tA {words[i % 5]} film .\n" for i in range(rows)]
         (folder / f"{stem}-test-student.csv").write_text("0\t\tid\tsentence\n" + "".join(lines))
+    for stem, label, of_row in (
+        ("quora", "is_duplicate", lambda i: f"{i % 2}.0"),
+        ("sts", "similarity", lambda i: f"{i % 6 * 0.9:.1f}"),
+    ):
+        for split in ("train", "dev", "test-student"):
+            pairs = [f"Is film {i} {words[i % 5]}, or not?\tA {words[i * 2 % 5]} film ." for i in range(rows)]
+            lines = [f"{i}\t{split[:5]}{i:020d}\t{pair}\t{of_row(i)}" for i, pair in enumerate(pairs)]
+            lines = [f"\tid\tsentence1\tsentence2\t{label}", *lines]
+            if split == "test-student":
+                lines = [line.rpartition("\t")[0] for line in lines]
+            (folder / f"{stem}-{split}.csv").write_text("\n".join(lines) + "\n")
 
 
 @pytest.fixture

@@ -1,15 +1,21 @@
 """Checkpoints: names, formats, old spellings, errors that list what is wrong; to `transformers` and back."""
 
+import http.server
 import json
+import os
+import subprocess
+import sys
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from conftest import ROOT
 from safetensors.torch import load_file, save_file
 
 import base_bert
-from base_bert import find_checkpoint
+from base_bert import find_checkpoint, load_usual_state, usual_state
 from bert import BertModel
 from config import BertConfig
 from utils import InputError
@@ -108,6 +114,16 @@ def test_a_missing_pooler_starts_at_random_and_it_says_so(tiny_checkpoint: Path,
     assert "no pooler" in capsys.readouterr().err
 
 
+def test_position_ids_of_old_checkpoints_are_passed_over_silently(
+    tiny_checkpoint: Path, tmp_path: Path, capsys
+) -> None:
+    def add_positions(weights: dict) -> dict:
+        return weights | {"embeddings.position_ids": torch.arange(512)[None]}
+
+    BertModel.from_pretrained(str(rewrite(tiny_checkpoint, tmp_path / "older", add_positions)))
+    assert capsys.readouterr().err == ""
+
+
 def test_keep_layers_keeps_the_first_ones() -> None:
     whole, cut = BertModel.from_pretrained("minilm"), BertModel.from_pretrained("minilm", keep_layers=2)
     assert cut.config.num_hidden_layers == len(cut.bert_layers) == 2
@@ -121,8 +137,6 @@ def test_dropout_can_be_set_at_loading(tiny_checkpoint: Path) -> None:
 
 
 def test_the_wheels_code_is_never_imported() -> None:
-    import sys
-
     find_checkpoint("minilm")
     assert base_bert.MINILM_PACKAGE not in sys.modules
 
@@ -152,24 +166,37 @@ def test_a_config_of_another_kind_is_refused(tiny_checkpoint: Path, tmp_path: Pa
         BertModel.from_pretrained(str(tmp_path))
 
 
+def test_what_a_config_leaves_out_is_as_in_bert_base() -> None:
+    theirs = transformers.BertConfig()
+    for name, value in vars(BertConfig()).items():
+        assert value == getattr(theirs, name), name
+
+
 class FakeHub:
-    """Stands for the hub's repository: some files exist, the network may be down. Only its absence is imitated."""
+    """Stands for the hub's repository: some files exist. Only its absence is imitated."""
 
-    def __init__(self, folder: Path, error: Exception | None = None):
-        self.folder, self.error, self.asked = folder, error, []
+    def __init__(self, folder: Path):
+        self.folder, self.asked = folder, []
 
-    def __call__(self, name: str, file: str) -> str:
-        from huggingface_hub.errors import EntryNotFoundError
+    def __call__(self, name: str, file: str, *, local_files_only: bool) -> str:
+        from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
         self.asked.append(file)
-        if self.error:
-            raise self.error
         if not (self.folder / file).is_file():
-            raise EntryNotFoundError(file)
+            raise LocalEntryNotFoundError(file) if local_files_only else EntryNotFoundError(file)
         return str(self.folder / file)
 
 
-def test_of_a_hub_id_the_bin_is_fetched_only_without_safetensors(tiny_checkpoint, tmp_path, monkeypatch) -> None:
+@pytest.fixture(params=["", "no connection"], ids=["hub", "cache"])
+def unreachable(request, monkeypatch) -> str:
+    """With the hub at hand and, from its cache, without."""
+    monkeypatch.setattr(base_bert, "why_unreachable", lambda name: request.param)
+    return request.param
+
+
+def test_of_a_hub_id_the_bin_is_fetched_only_without_safetensors(
+    unreachable, tiny_checkpoint, tmp_path, monkeypatch
+) -> None:
     hub = FakeHub(tiny_checkpoint)
     monkeypatch.setattr("huggingface_hub.hf_hub_download", hub)
     assert find_checkpoint("someone/some-bert") == tiny_checkpoint
@@ -179,3 +206,158 @@ def test_of_a_hub_id_the_bin_is_fetched_only_without_safetensors(tiny_checkpoint
     torch.save(load_file(tiny_checkpoint / "model.safetensors"), tmp_path / "pytorch_model.bin")
     monkeypatch.setattr("huggingface_hub.hf_hub_download", FakeHub(tmp_path))
     assert find_checkpoint("someone/old-bert") == tmp_path
+
+
+def test_a_hub_id_without_weights_is_refused_with_the_reason(unreachable, tmp_path, monkeypatch) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", FakeHub(tmp_path))
+    with pytest.raises(InputError, match=unreachable or "no BERT weights"):
+        find_checkpoint("someone/empty")
+
+
+# In a process of its own, because the hub's settings are read at import: what is found or raised, and the seconds.
+FIND = """
+import sys, time, huggingface_hub.file_download
+from base_bert import InputError, find_checkpoint
+started = time.monotonic()
+try:
+    print(find_checkpoint(sys.argv[1]))
+except InputError as error:
+    print(error)
+print(time.monotonic() - started)
+"""
+
+
+def find_in_subprocess(name: str, **environment: str) -> tuple[str, float]:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("HF_") and not k.lower().endswith("_proxy")}
+    command = [sys.executable, "-c", FIND, name]
+    found = subprocess.run(command, cwd=ROOT, env=clean | environment, capture_output=True, text=True, timeout=100)
+    assert found.returncode == 0, found.stderr
+    answer, seconds = found.stdout.splitlines()
+    return answer, float(seconds)
+
+
+CLOSED = "http://127.0.0.1:9"  # the discard port: nothing listens there
+
+
+@pytest.mark.parametrize("environment", [{"HF_ENDPOINT": CLOSED}, {"HTTPS_PROXY": CLOSED}], ids=["hub", "proxy"])
+def test_without_a_connection_an_unknown_hub_id_is_refused_within_seconds(environment, tmp_path: Path) -> None:
+    answer, seconds = find_in_subprocess("someone/unknown", HF_HOME=str(tmp_path), **environment)
+    assert "--model someone/unknown: neither a directory" in answer
+    assert "(no connection: " in answer
+    assert seconds < 10, "the hub's own client takes 23"
+
+
+@pytest.fixture
+def hub_server(tiny_checkpoint: Path):
+    """A small hub on this machine, serving one checkpoint. Busy at first: five requests are turned away."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        refused = 0
+
+        def do_HEAD(self) -> None:
+            path = tiny_checkpoint / Path(self.path).name
+            if Handler.refused < 5:
+                Handler.refused += 1
+                status, body = 503, b""
+            else:
+                status, body = (200, path.read_bytes()) if path.is_file() else (404, b"")
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.send_header("ETag", f'"{path.name}"')
+            self.send_header("X-Repo-Commit", "0" * 40)
+            if status == 404:
+                self.send_header("X-Error-Code", "EntryNotFound")
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(body)
+
+        do_GET = do_HEAD  # noqa: N815
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_a_busy_hub_is_asked_again_and_its_files_serve_without_it_later(hub_server: str, tiny_checkpoint, tmp_path):
+    online, _ = find_in_subprocess("someone/some-bert", HF_HOME=str(tmp_path), HF_ENDPOINT=hub_server)
+    for file in ("config.json", "model.safetensors", "vocab.txt"):
+        assert (Path(online) / file).read_bytes() == (tiny_checkpoint / file).read_bytes()
+    offline, seconds = find_in_subprocess("someone/some-bert", HF_HOME=str(tmp_path), HF_ENDPOINT=CLOSED)
+    assert offline == online
+    assert seconds < 10
+    assert find_in_subprocess("someone/some-bert", HF_HOME=str(tmp_path), HF_HUB_OFFLINE="1")[0] == online
+
+
+# --- the files of a multitask run -------------------------------------------------------------------------------------
+
+
+class TwoHeads(torch.nn.Module):
+    """An encoder with a part that BERT does not have, heads, one of them under two names, and a buffer."""
+
+    def __init__(self, seed: int, outputs: int = 3):
+        super().__init__()
+        torch.manual_seed(seed)
+        shape = {"vocab_size": 8000, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+        self.bert = BertModel(BertConfig(**shape, intermediate_size=64))
+        self.bert.bert_layers[1].adapter = torch.nn.Linear(32, 2)
+        self.heads = torch.nn.ModuleDict({"sst": torch.nn.Linear(32, 5), "para": torch.nn.Linear(32, outputs)})
+        self.heads["sts"] = self.heads["para"]
+        self.weighting = torch.nn.Module()
+        self.weighting.register_buffer("losses", torch.rand(3))
+        self.weighting.register_buffer("scratch", torch.rand(3), persistent=False)
+
+
+def test_the_usual_state_of_a_model_comes_back_exactly(tmp_path: Path) -> None:
+    saved, loaded = TwoHeads(0), TwoHeads(1)
+    state = usual_state(saved)
+    assert "bert.encoder.layer.1.output.LayerNorm.bias" in state
+    assert "bert.bert_layers.1.adapter.weight" in state
+    assert {k for k in state if not k.startswith("bert.")} == {
+        "heads.sst.weight", "heads.sst.bias", "heads.para.weight", "heads.para.bias", "weighting.losses"
+    }  # fmt: skip
+    assert not any(tensor.requires_grad for tensor in state.values())
+    save_file(state, tmp_path / "model.safetensors")
+    load_usual_state(loaded, load_file(tmp_path / "model.safetensors"), tmp_path)
+    ours, theirs = saved.state_dict(), loaded.state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_a_tensor_that_is_not_contiguous_is_saved_as_it_reads(tmp_path: Path) -> None:
+    model = TwoHeads(0)
+    model.heads["sst"].weight = torch.nn.Parameter(torch.rand(32, 5).t())
+    save_file(usual_state(model), tmp_path / "model.safetensors")
+    assert torch.equal(load_file(tmp_path / "model.safetensors")["heads.sst.weight"], model.heads["sst"].weight)
+
+
+def test_a_state_of_another_build_is_refused_with_everything_that_does_not_fit(tmp_path: Path) -> None:
+    state = usual_state(TwoHeads(0))
+    state["heads.cfimdb.bias"] = state.pop("bert.pooler.dense.bias")
+    with pytest.raises(InputError) as error:
+        load_usual_state(TwoHeads(1, outputs=4), state, tmp_path)
+    message = str(error.value)
+    assert message.startswith(f"{tmp_path}: the weights do not fit this model.")
+    assert "1 missing: bert.pooler.dense.bias" in message
+    assert "1 unexpected: heads.cfimdb.bias" in message
+    assert "2 mis-shaped: heads.para.bias (3,), not (4,), heads.para.weight (3, 32), not (4, 32)" in message
+
+
+def test_the_encoder_of_a_multitask_run_loads_here_and_in_transformers(tmp_path: Path, capsys) -> None:
+    model = TwoHeads(0)
+    del model.bert.bert_layers[1].adapter
+    model.poolers = torch.nn.ModuleDict({"sst": torch.nn.Linear(32, 1)})
+    model.shared_pair_layer = torch.nn.Linear(32, 32)
+    model.bert.save_pretrained(tmp_path)  # for config.json
+    save_file(usual_state(model), tmp_path / "model.safetensors", metadata={"format": "pt"})
+    ours = BertModel.from_pretrained(str(tmp_path))
+    assert torch.equal(outputs(ours), outputs(model.bert))
+    assert capsys.readouterr().err.count("the heads of an earlier run are not used") == 1
+    theirs = transformers.AutoModel.from_pretrained(tmp_path)
+    torch.testing.assert_close(outputs(theirs), outputs(model.bert), atol=1e-5, rtol=0)
+    cut = BertModel.from_pretrained(str(tmp_path), keep_layers=1)
+    assert torch.equal(cut.pooler_dense.weight, model.bert.pooler_dense.weight)

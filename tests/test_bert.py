@@ -134,6 +134,38 @@ def test_segment_ids_change_the_output() -> None:
     assert (plain - second).abs().max() > 1e-3
 
 
+def test_without_segment_ids_everything_is_the_first_segment() -> None:
+    model = tiny().eval()
+    ids, mask = torch.randint(1, 100, (1, 6)), torch.ones(1, 6, dtype=torch.long)
+    assert torch.equal(model(ids, mask)["pooler_output"], model(ids, mask, torch.zeros_like(ids))["pooler_output"])
+
+
+def test_the_padding_token_of_the_config_gets_no_gradient() -> None:
+    model = tiny(pad_token_id=3)
+    ids = torch.tensor([[5, 0, 3], [7, 3, 3]])
+    model(ids, torch.ones_like(ids))["last_hidden_state"].square().sum().backward()
+    assert model.word_embedding.weight.grad.any(dim=1).nonzero().flatten().tolist() == [0, 5, 7]
+
+
+def test_each_dropout_has_the_probability_that_the_config_gives_its_kind(monkeypatch) -> None:
+    model = tiny(hidden_dropout_prob=0.2, attention_probs_dropout_prob=0.4).train()
+    model.use_attention("written")
+    used = []
+    monkeypatch.setattr(bert, "dropout", lambda x, p, training: used.append(p) or x)
+    model(torch.ones(1, 4, dtype=torch.long), torch.ones(1, 4, dtype=torch.long))
+    assert used == [0.2] + [0.4, 0.2, 0.2] * 2, "embeddings; then attention weights and two sums a layer"
+
+
+def test_the_fastest_attention_is_the_written_one_where_it_draws_masks_and_else_the_fused_one(monkeypatch) -> None:
+    assert all(layer.self_attention.attend is ATTENTIONS["fastest"] for layer in tiny().bert_layers), "the default"
+    used = []
+    for name in ("written_attention", "fused_attention"):
+        monkeypatch.setattr(bert, name, lambda *_, name=name: used.append(name))
+    for drop in (bert.Dropout(0.1).train(), bert.Dropout(0.1).eval(), bert.Dropout(0.0).train()):
+        ATTENTIONS["fastest"](torch.ones(1), None, None, None, drop)
+    assert used == ["written_attention", "fused_attention", "fused_attention"]
+
+
 @pytest.mark.parametrize("attention", sorted(ATTENTIONS))
 def test_attention_dropout_is_applied_in_training_only(attention: str) -> None:
     model = tiny(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.5)
@@ -173,3 +205,22 @@ def test_bfloat16_and_autocast_run() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         model(ids, mask)["pooler_output"].sum().backward()
     assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+
+
+def test_a_new_model_starts_as_bert_does() -> None:
+    """Normal weights of the config's width, biases zero, LayerNorm the identity."""
+    model = tiny()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear | torch.nn.Embedding):
+            assert module.weight.std().item() == pytest.approx(0.3, rel=0.2)
+        if isinstance(module, torch.nn.LayerNorm):
+            assert (module.weight == 1).all()
+        if isinstance(module, torch.nn.Linear | torch.nn.LayerNorm):
+            assert not module.bias.any()
+
+
+def test_every_layer_uses_the_attention_that_is_chosen() -> None:
+    model = tiny()
+    for name, attend in ATTENTIONS.items():
+        model.use_attention(name)
+        assert [layer.self_attention.attend for layer in model.bert_layers] == [attend] * 2

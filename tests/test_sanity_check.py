@@ -1,11 +1,14 @@
 """sanity_check.py prints one line of success, and notices a wrong BERT."""
 
+import math
+
 import pytest
 import torch
 from conftest import run_script
 
 import bert
 import sanity_check
+from utils import InputError
 
 
 def test_sanity_check_prints_one_line_of_success() -> None:
@@ -13,6 +16,23 @@ def test_sanity_check_prints_one_line_of_success() -> None:
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("Your BERT implementation is correct!")
     assert result.stdout.count("\n") == 1
+
+
+@pytest.mark.parametrize(("course", "named"), [(None, ""), (0.0, ", bert-base-uncased")])
+def test_the_line_names_every_check_that_was_made(course, named: str, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(sanity_check, "check_course", lambda: course)
+    assert sanity_check.main() == 0
+    expected = f"Your BERT implementation is correct! (minilm, a small random BERT{named})\n"
+    assert capsys.readouterr().out == expected
+
+
+@pytest.mark.parametrize(("off", "status"), [(9e-6, 0), (2e-5, 1), (math.nan, 1)])
+@pytest.mark.parametrize("check", ["check_minilm", "check_tiny", "check_course"])
+def test_each_check_must_come_within_a_hundred_thousandth(check: str, off: float, status: int, monkeypatch) -> None:
+    for name in ("check_minilm", "check_tiny", "check_course"):
+        monkeypatch.setattr(sanity_check, name, lambda: 0.0)
+    monkeypatch.setattr(sanity_check, check, lambda: off)
+    assert sanity_check.main() == status
 
 
 def unscaled(query, key, value, mask, drop):
@@ -49,9 +69,19 @@ def test_the_courses_own_reference_is_used_where_it_is_at_hand(monkeypatch, tmp_
     for name in ("base_bert", "tokenizer", "sanity_check"):
         monkeypatch.setattr(f"{name}.find_checkpoint", lambda _: tiny_checkpoint)
     assert sanity_check.check_course() <= 0
-    outputs["pooler_output"] += 1
-    torch.save(outputs, tmp_path / "sanity_check.data")
-    assert sanity_check.check_course() > 0.1
+    for wrong in outputs:
+        torch.save(outputs | {wrong: outputs[wrong] + 1}, tmp_path / "sanity_check.data")
+        assert sanity_check.check_course() > 0.1, wrong
+
+
+def test_without_the_courses_weights_that_check_is_left_out(monkeypatch, tmp_path) -> None:
+    def find_checkpoint(name: str) -> None:
+        raise InputError(f"{name}: not to be had")
+
+    (tmp_path / "sanity_check.data").touch()
+    monkeypatch.setattr(sanity_check, "COURSE_FILE", tmp_path / "sanity_check.data")
+    monkeypatch.setattr(sanity_check, "find_checkpoint", find_checkpoint)
+    assert sanity_check.check_course() is None
 
 
 def test_without_the_courses_file_that_check_is_left_out(monkeypatch, tmp_path) -> None:

@@ -1,5 +1,6 @@
 """The tokenizer against `transformers`' on every sentence and pair of the course's data, and at the edges."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,8 @@ import transformers
 from base_bert import find_checkpoint
 from datasets import read_examples
 from tasks import TASKS
-from tokenizer import BertTokenizer, read_vocabulary
+from tokenizer import SPECIAL_TOKENS, BertTokenizer, read_vocabulary
+from utils import InputError
 
 ODD = [
     "",
@@ -79,6 +81,14 @@ def test_the_starters_keywords_are_accepted_and_others_refused(ours) -> None:
     assert ours(["a"], return_tensors="pt", padding=True, truncation=True)["input_ids"].shape == (1, 3)
     with pytest.raises(ValueError, match="encode"):
         ours(["a"], padding=False)
+    for other in ({"truncation": False}, {"return_tensors": "np"}):
+        with pytest.raises(ValueError, match="encode"):
+            ours(["a"], **other)
+
+
+def test_pairs_of_unequal_number_are_refused(ours) -> None:
+    with pytest.raises(ValueError, match="shorter"):
+        ours.encode(["a", "b"], ["c"])
 
 
 def test_a_saved_tokenizer_loads_again_here_and_in_transformers(ours, theirs, tmp_path: Path) -> None:
@@ -100,3 +110,50 @@ def test_a_cased_checkpoint_keeps_case(ours, tmp_path: Path) -> None:
     settings.write_text(settings.read_text().replace("true", "false"))
     cased = BertTokenizer.from_pretrained(str(tmp_path))
     assert cased.encode(["Film"])[0].ids == [ours.cls_token_id, ours.unk_token_id, ours.sep_token_id]
+    theirs = transformers.BertTokenizer.from_pretrained(tmp_path, do_lower_case=False)
+    assert_identical(cased, theirs, ODD)  # accents stay as well
+    cased.save_pretrained(tmp_path / "again")
+    assert not BertTokenizer.from_pretrained(str(tmp_path / "again")).lowercase
+
+
+@pytest.mark.parametrize("settings", [None, {}])
+def test_a_checkpoint_that_says_nothing_of_case_is_uncased(ours, settings: dict | None, tmp_path: Path) -> None:
+    ours.save_pretrained(tmp_path)
+    (tmp_path / "tokenizer_config.json").unlink()
+    if settings is not None:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert BertTokenizer.from_pretrained(str(tmp_path)).lowercase
+
+
+def write_config(folder: Path, **changes: int) -> None:
+    config = json.loads((find_checkpoint("minilm") / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+@pytest.mark.parametrize(("asked", "positions", "length"), [(512, 16, 16), (8, 16, 8), (8, 512, 8)])
+def test_a_text_is_cut_to_what_is_asked_for_and_to_the_positions_of_bert(
+    ours, asked: int, positions: int, length: int, tmp_path: Path
+) -> None:
+    ours.save_pretrained(tmp_path)
+    write_config(tmp_path, max_position_embeddings=positions)
+    short = BertTokenizer.from_pretrained(str(tmp_path), max_length=asked)
+    assert len(short.encode(["one " * 100])[0].ids) == length
+    short.save_pretrained(tmp_path / "saved")
+    saved = json.loads((tmp_path / "saved" / "tokenizer_config.json").read_text())
+    assert saved == {"tokenizer_class": "BertTokenizer", "do_lower_case": True, "model_max_length": length}
+
+
+def test_a_line_of_the_vocabulary_is_a_piece_whatever_it_holds(tmp_path: Path) -> None:
+    """Only \\n ends a line: real vocabularies have pieces that Python takes for the end of one."""
+    pieces = [*SPECIAL_TOKENS, "\u2028", "\u00a0", "\x85", "a b", "film"]
+    BertTokenizer(pieces).save_pretrained(tmp_path)
+    assert read_vocabulary(tmp_path) == pieces
+
+
+def test_a_vocabulary_without_a_special_token_or_larger_than_the_embeddings_is_refused(ours, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"\[MASK\] not found"):
+        BertTokenizer([token for token in ours.vocabulary if token != "[MASK]"])
+    ours.save_pretrained(tmp_path)
+    write_config(tmp_path, vocab_size=30521)
+    with pytest.raises(InputError, match="30522 word pieces do not fit a vocab_size of 30521"):
+        BertTokenizer.from_pretrained(str(tmp_path))
