@@ -1,15 +1,21 @@
 """Speed against real peers, measured in the same run.
 
-    python benchmark.py --only adamw,frozen,bert --json results.json
+    python benchmark.py --only adamw,pcgrad --json results.json
 
 Ours and the peer take turns; times are medians over the rounds, so that a slow moment of the machine hits both. Needs
 the test dependencies (source setup.sh --dev).
 """
 
 import argparse
+import contextlib
+import csv
+import io
+import itertools
 import json
 import multiprocessing
+import os
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -18,17 +24,33 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import DataLoader
 from tqdm import tqdm
 
+import multitask_classifier
 from base_bert import find_checkpoint
 from bert import BertModel
-from classifier import BertSentimentClassifier, cross_entropy
-from datasets import Split, epoch_generator, read_split, training_batches
-from evaluation import keep_vectors, predict
+from classifier import BertSentimentClassifier
+from datasets import (
+    SentenceClassificationDataset,
+    SentencePairDataset,
+    Split,
+    epoch_generator,
+    load_multitask_data,
+    read_examples,
+    read_split,
+    training_batches,
+)
+from evaluation import keep_vectors, model_eval_multitask, predict
+from losses import build_objective, cross_entropy
+from multitask_classifier import MultitaskBERT
 from optimizer import AdamW, build_schedule
-from tasks import SST
+from pcgrad import GradientCombiner, Method, PCGrad
+from smart import Regularizer, Smart
+from tasks import PARA, SST, STS, Batch, Encoded, Output
 from tokenizer import BertTokenizer
-from training import Trainer
+from training import Seen, Trainer
 from utils import (
     ArgumentParser,
     InputError,
@@ -126,7 +148,7 @@ def frozen(rounds: int) -> list[Result]:
         trainer = Trainer(model, {"sst": cross_entropy}, update, build_schedule(update, "constant", 1, 0), precision)
         for epoch in range(10):
             batches = training_batches(kept["train"], 8, epoch_generator(0, epoch))
-            trainer.epoch(((b,) for b in batches), "epoch", len(kept["train"]) // 8)
+            trainer.epoch((((b,),) for b in batches), "epoch", len(kept["train"]) // 8)
             predict(model, kept["dev"], 32, precision)
 
     actions = {"ours": lambda: seconds(ten_epochs), "pass": lambda: seconds(encode)}
@@ -189,7 +211,182 @@ def bert(rounds: int) -> list[Result]:
     return [Result.of("bert", times["ours"], "transformers.BertModel, sdpa", times["transformers"], 0.9)]
 
 
-BENCHMARKS: dict[str, Callable[[int], list[Result]]] = {"adamw": adamw, "frozen": frozen, "bert": bert}
+# --- pcgrad: a training step of three tasks ---------------------------------------------------------------------------
+
+
+THREE_TASK_METHODS: dict[str, Callable[[], Method | None]] = {"ours": lambda: PCGrad(seed=0), "sum": lambda: None}
+
+
+def _three_task_step(model: BertModel, method: Method | None) -> Callable[[], None]:
+    """Three batches of 8 x 32 tokens, a linear head each, one update of all weights."""
+    model.train()
+    combiner = GradientCombiner(model.parameters(), method)
+    heads = torch.nn.ModuleDict({name: torch.nn.Linear(model.config.hidden_size, 5) for name in ("sst", "para", "sts")})
+    update = AdamW([*model.parameters(), *heads.parameters()], lr=1e-5, weight_decay=0.01)
+    batches = {name: (torch.randint(1000, 20000, (8, 32)), torch.randint(5, (8,))) for name in heads}
+
+    def step() -> None:
+        for name, (ids, labels) in batches.items():
+            outputs = model(input_ids=ids, attention_mask=torch.ones_like(ids))
+            combiner.backward(name, F.cross_entropy(heads[name](outputs["pooler_output"]), labels))
+        combiner.write_gradients()
+        update.step()
+        update.zero_grad()
+
+    return step
+
+
+def _peak_memory(kind: str, threads: int, pipe: Connection) -> None:
+    """A worker: makes a few steps and answers with its peak resident memory and its gradients' size, in MB."""
+    torch.set_num_threads(threads)
+    seed_everything(0)
+    keep_freed_memory()  # as every script of ours does
+    model = BertModel.from_pretrained("minilm")
+    step = _three_task_step(model, THREE_TASK_METHODS[kind]())
+    for _ in range(6):
+        step()
+    peak = next(row for row in Path("/proc/self/status").read_text().splitlines() if row.startswith("VmHWM"))
+    pipe.send((int(peak.split()[1]) / 1024, sum(p.numel() * p.element_size() for p in model.parameters()) / 2**20))
+
+
+def pcgrad(rounds: int) -> list[Result]:
+    """Times alternate in this process; each peak of memory is that of a fresh process (MB where the table says ms)."""
+    seed_everything(0)
+    steps = {
+        k: _three_task_step(BertModel.from_pretrained("minilm"), build()) for k, build in THREE_TASK_METHODS.items()
+    }
+    times = take_turns({kind: (lambda step=step: seconds(step)) for kind, step in steps.items()}, rounds, "pcgrad")
+
+    context = multiprocessing.get_context("spawn")
+    peaks = {}
+    for kind in THREE_TASK_METHODS:
+        mine, other = context.Pipe()
+        worker = context.Process(target=_peak_memory, args=(kind, torch.get_num_threads(), other), daemon=True)
+        worker.start()
+        peaks[kind], gradient = mine.recv()
+        worker.join()
+    extra, copies = peaks["ours"] - peaks["sum"], len(("sst", "para", "sts")) * gradient
+    ratio = round(extra / copies, 3)
+    return [
+        Result.of("pcgrad", times["ours"], "the step with plainly summed losses", times["sum"], 1.15),
+        Result(
+            "pcgrad_extra_mb",
+            round(extra, 1),
+            "three copies of the gradient (MB)",
+            round(copies, 1),
+            ratio,
+            1.0,
+            ratio <= 1,
+        ),
+    ]
+
+
+# --- smart: a training step with SMART against the plain step ---------------------------------------------------------
+
+
+def smart(rounds: int) -> list[Result]:
+    """Forward, loss, regularizer, backward, AdamW; 8 x 32 tokens, dropout on, one ascent step."""
+    seed_everything(0)
+    flags = argparse.Namespace(model="minilm", option="finetune", tasks=["sst"], hidden_dropout_prob=0.1)
+    ids = torch.randint(1000, 20000, (8, 32))
+    encoded = Encoded(ids, torch.ones_like(ids), torch.zeros_like(ids))
+    batch = Batch("sst", [str(i) for i in range(8)], (encoded,), torch.randint(5, (8,)))
+    model = MultitaskBERT(flags).train()
+
+    def prepared(regularizer: Regularizer) -> Callable[[], float]:
+        update = AdamW(model.parameters(), lr=1e-5)
+        schedule = build_schedule(update, "constant", 1, 0)
+        precision = Precision("fp32", CPU)
+        trainer = Trainer(model, {"sst": cross_entropy}, update, schedule, precision, regularizer=regularizer)
+        return lambda: seconds(lambda: trainer.update([[batch]], Seen(), 1))
+
+    times = take_turns({"ours": prepared(Smart()), "plain": prepared(Regularizer())}, rounds, "smart")
+    return [Result.of("smart", times["ours"], "the same step without SMART", times["plain"], 2.4)]
+
+
+# --- pipeline: an epoch of Part 2, from files to scores ---------------------------------------------------------------
+
+PIPELINE_ROWS = {"train": 2000, "dev": 500, "test": 500}
+PIPELINE_TASKS = [SST, PARA, STS]
+
+
+def _write_rows(folder: Path) -> None:
+    """So many rows of every task under the course's names: the course's own where COURSE_DATA has them, else sample."""
+    source = Path(os.environ.get("COURSE_DATA", SAMPLE))
+    for task in PIPELINE_TASKS:
+        for split, count in PIPELINE_ROWS.items():
+            examples = read_examples(task, [source / task.filename(split)], labeled=split != "test")
+            columns = [*examples.texts, examples.labels] if split != "test" else [*examples.texts]
+            header = ["", "id", *task.text_columns] + [task.label_column] * (split != "test")
+            rows = [header]
+            for row in range(count):
+                chosen = row % len(examples)  # a small file is gone through several times
+                rows.append([row, f"{row:025x}", *(column[chosen] for column in columns)])
+            with (folder / task.filename(split)).open("w", encoding="utf-8", newline="") as file:
+                csv.writer(file, delimiter="\t").writerows(rows)
+
+
+class _TwoPasses(MultitaskBERT):
+    """As the starter's readers write it: each sentence of a pair goes through BERT on its own."""
+
+    def predict_paraphrase(self, *tensors: Tensor) -> Tensor:
+        return self.logits("para", (self(*tensors[:2]), self(*tensors[2:])))
+
+    def predict_similarity(self, *tensors: Tensor) -> Tensor:
+        return self.logits("sts", (self(*tensors[:2]), self(*tensors[2:])))
+
+
+def _starter_epoch(flags: argparse.Namespace, folder: Path) -> None:
+    """The starter's habits: tokenizing in every batch, no bucketing, two passes, the training set evaluated as well."""
+    seed_everything(0)
+    model = _TwoPasses(flags)
+    update = AdamW(model.parameters(), lr=1e-5)
+    loaders = {}
+    for split in ("train", "dev"):
+        sst, _, para, sts = load_multitask_data(*(str(folder / t.filename(split)) for t in PIPELINE_TASKS), split=split)
+        sets = (SentenceClassificationDataset(sst, flags), *(SentencePairDataset(rows, flags) for rows in (para, sts)))
+        loaders[split] = [
+            DataLoader(d, flags.batch_size, shuffle=split == "train", collate_fn=d.collate_fn) for d in sets
+        ]
+    asks = (model.predict_sentiment, model.predict_paraphrase, model.predict_similarity)
+    model.train()
+    for task, ask, loader in zip(PIPELINE_TASKS, asks, loaders["train"], strict=True):
+        objective = build_objective(None, task, flags)
+        suffixes = ("",) if task is SST else ("_1", "_2")
+        for batch in loader:
+            inputs = [batch[f"{key}{suffix}"] for suffix in suffixes for key in ("token_ids", "attention_mask")]
+            update.zero_grad()
+            objective(Output(ask(*inputs), ()), Batch(task.name, [], (), batch["labels"])).backward()
+            update.step()
+    for split in ("train", "dev"):
+        model_eval_multitask(*loaders[split], model, CPU)
+    torch.save(model.state_dict(), folder / "starter.pt")
+
+
+def pipeline(rounds: int) -> list[Result]:
+    """One epoch over 2,000 rows a task, tokenizing, evaluation and checkpoint included; bi-encoder, batches of 32."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        _write_rows(folder)
+        flags = ["--model", "minilm", "--option", "finetune", "--data", name, "--runs", name, "--predictions", name]
+        flags += ["--sampler", "sequential", "--epochs", "1", "--batch_size", "32", "--pooling", "mean"]
+        numbers = itertools.count()
+
+        def ours() -> None:
+            with contextlib.redirect_stdout(io.StringIO()):
+                multitask_classifier.train_multitask(
+                    multitask_classifier.get_args([*flags, "--name", f"run{next(numbers)}"])
+                )
+
+        theirs = multitask_classifier.get_args(flags)
+        actions = {"ours": lambda: seconds(ours), "starter": lambda: seconds(lambda: _starter_epoch(theirs, folder))}
+        times = take_turns(actions, max(1, rounds // 15), "pipeline", warm_up=0)
+    return [Result.of("pipeline", times["ours"], "the starter's habits on the same model", times["starter"], 0.4)]
+
+
+BENCHMARKS: dict[str, Callable[[int], list[Result]]] = {
+    "adamw": adamw, "frozen": frozen, "bert": bert, "pcgrad": pcgrad, "smart": smart, "pipeline": pipeline,
+}  # fmt: skip
 
 
 # --- script -----------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from base_bert import BertPreTrainedModel
 from config import BertConfig
@@ -135,7 +136,13 @@ class BertModel(BertPreTrainedModel):
         self.bert_layers = nn.ModuleList(BertLayer(config) for _ in range(config.num_hidden_layers))
         self.pooler_dense = nn.Linear(H, H)
         self.pooler_af = nn.Tanh()
+        self.checkpoint_activations = False  # True: store a layer's input only, and compute the rest again going back
         self.apply(self.init_weights)
+
+    def compile_layers(self) -> None:
+        """Compiles every layer for sentences of any length; the parameters keep their names."""
+        for layer in self.bert_layers:
+            layer.compile(dynamic=True)
 
     def use_attention(self, name: str) -> None:
         """Chooses the entry of ATTENTIONS that every layer uses."""
@@ -157,8 +164,12 @@ class BertModel(BertPreTrainedModel):
         # A padding key gets weight exactly 0, so a sentence never sees what it was batched with.
         mask = torch.zeros_like(attention_mask, dtype=hidden_states.dtype)
         mask = mask.masked_fill(attention_mask == 0, -math.inf)[:, None, None, :]  # (B, 1, 1, T)
+        keep = not (self.checkpoint_activations and torch.is_grad_enabled())
         for layer in self.bert_layers:
-            hidden_states = layer(hidden_states, mask)
+            # checkpoint draws the same dropout masks again when it computes the layer a second time
+            hidden_states = (
+                layer(hidden_states, mask) if keep else checkpoint(layer, hidden_states, mask, use_reentrant=False)
+            )
         return hidden_states
 
     def forward(

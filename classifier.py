@@ -6,37 +6,36 @@ Trains on SST, then on CFIMDB, and writes predictions/<option>-<task>-{dev,test}
 """
 
 import argparse
-import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import optimizer
 from bert import ATTENTIONS, BertModel, Dropout
 from datasets import Split, epoch_generator, read_split, training_batches
 from evaluation import keep_vectors, predict, score, write_predictions
+from losses import cross_entropy
 from tasks import CFIMDB, SST, Batch, Output, Task
 from tokenizer import BertTokenizer
 from training import Step, Trainer, fit
 from utils import (
+    FINE_TUNE_MODES,
     ArgumentParser,
     Precision,
     Run,
     choose_device,
     count_parameters,
+    fine_tune_mode,
     number,
     run_script,
     seed_everything,
     writable_directory,
-    write_text,
 )
 
 TASKS = {"sst": SST, "cfimdb": CFIMDB}
-MODES = {"last-linear-layer": "pretrain", "full-model": "finetune"}
 
 
 class BertSentimentClassifier(nn.Module):
@@ -66,11 +65,6 @@ class BertSentimentClassifier(nn.Module):
     def predict(self, batch: Batch) -> Output:
         vectors = self.vectors(batch) if batch.vectors is None else batch.vectors
         return Output(self.linear(self.dropout(vectors[0])), vectors)
-
-
-def cross_entropy(output: Output, batch: Batch) -> Tensor:
-    """Mean over the examples in the batch."""
-    return F.cross_entropy(output.logits, batch.labels)
 
 
 def load_splits(task: Task, args: argparse.Namespace, tokenizer: BertTokenizer) -> dict[str, Split]:
@@ -108,17 +102,16 @@ def train_task(task: Task, args: argparse.Namespace, splits: dict[str, Split], p
 
     def steps(epoch: int) -> Iterator[Step]:
         for batch in training_batches(splits["train"], batch_size, epoch_generator(args.seed, epoch)):
-            yield (batch,)
+            yield ((batch,),)
 
     def evaluate() -> dict[str, float]:
         return {"dev": score(task, predict(model, splits["dev"], args.eval_batch_size, precision))}
 
-    best = fit(trainer, steps, total_steps, evaluate, "dev", args.epochs, run)
+    best = fit(trainer, steps, evaluate, "dev", args.epochs, run, steps_in=lambda epoch: total_steps)
     for name in ("dev", "test"):
         path = args.predictions / f"{args.option}-{task.name}-{name}-out.csv"
         write_predictions(path, task, predict(model, splits[name], args.eval_batch_size, precision))
         print(f"{task.name}: wrote {path}", flush=True)
-    write_text(run.folder / "dev.json", json.dumps(best) + "\n")
     return best["dev"]
 
 
@@ -126,7 +119,7 @@ def get_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = ArgumentParser(prog="classifier.py", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--option", choices=("pretrain", "finetune"), default="pretrain", help="pretrain: BERT is frozen")
-    add("--fine-tune-mode", dest="option", type=_mode, metavar="{last-linear-layer,full-model}",
+    add("--fine-tune-mode", dest="option", type=fine_tune_mode, metavar="{" + ",".join(FINE_TUNE_MODES) + "}",
         default=argparse.SUPPRESS, help="the later handouts' name for --option")  # fmt: skip
     add("--model", default="bert-base-uncased", help="minilm, a checkpoint's directory, or a hub id")
     add("--keep_layers", type=number(int, 1, 1000), help="keep the first n layers of BERT; None: all")
@@ -152,12 +145,6 @@ def get_args(argv: list[str] | None = None) -> argparse.Namespace:
         args.lr = {"pretrain": 1e-3, "finetune": 1e-5}[args.option]
     args.name = args.name or f"{args.option}-{time.strftime('%Y%m%d-%H%M%S')}"
     return args
-
-
-def _mode(name: str) -> str:
-    if name not in MODES:
-        raise argparse.ArgumentTypeError(f"must be one of {', '.join(MODES)}, found {name!r}")
-    return MODES[name]
 
 
 def main() -> None:

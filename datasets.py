@@ -4,8 +4,9 @@ import argparse
 import csv
 import dataclasses
 import io
+import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -15,7 +16,7 @@ from torch import Generator, Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
-from tasks import Batch, Encoded, Task
+from tasks import PARA, SST, STS, Batch, Encoded, Task
 from tokenizer import BertTokenizer
 from utils import InputError, warn
 
@@ -46,11 +47,14 @@ class Row(NamedTuple):
     label: int | float | None
 
 
-def read_examples(task: Task, paths: list[Path], *, labeled: bool, strict: bool = False) -> Examples:
+def read_examples(
+    task: Task, paths: list[Path], *, labeled: bool, strict: bool = False, repeated_ids: bool = False
+) -> Examples:
     """Reads the course's tab-separated files.
 
     A row with missing fields (broken quoting, a blank label) is skipped, counted and named; `strict` makes it an
     error. Anything else that breaks the format is an error: a wrong label would train the model on nonsense.
+    repeated_ids: ids need not be unique, as in training files from elsewhere, where nothing is looked up by id.
     """
     found = Examples(task, texts=tuple([] for _ in task.text_columns), labels=[] if labeled else None)
     places: dict[str, str] = {}
@@ -61,9 +65,12 @@ def read_examples(task: Task, paths: list[Path], *, labeled: bool, strict: bool 
                     raise InputError(f"{row}. Mend the row, or leave out --strict_data to skip it.")
                 found.skipped.append(row)
                 continue
-            if row.id in places:
+            if row.id in places and not repeated_ids:
                 other = places[row.id]
-                raise InputError(f"{row.place}: ids must be unique, {row.id!r} stands in {other} too. Remove one.")
+                raise InputError(
+                    f"{row.place}: ids must be unique, {row.id!r} stands in {other} too. Remove one, or allow it in "
+                    "training files with --repeated_ids."
+                )
             places[row.id] = row.place
             found.ids.append(row.id)
             for column, text in zip(found.texts, row.texts, strict=True):
@@ -168,13 +175,77 @@ class Ragged(NamedTuple):
             sum(bool(e.overflowing) for e in encoded),
         )
 
-    def pad(self, rows: list[int], padding_id: int) -> Encoded:
+    def pad(self, rows: Tensor, padding_id: int) -> Encoded:
         """The chosen rows as one batch, padded to the longest of them."""
-        spans = [slice(self.starts[r], self.starts[r] + self.lengths[r]) for r in rows]
-        token_ids = pad_sequence([self.token_ids[s] for s in spans], batch_first=True, padding_value=padding_id)
-        segments = pad_sequence([self.token_type_ids[s] for s in spans], batch_first=True)
-        mask = torch.arange(token_ids.size(1)) < self.lengths[rows][:, None]  # (1, T) < (B, 1) -> (B, T)
-        return Encoded(token_ids.long(), mask.long(), segments.long())
+        lengths = self.lengths[rows]
+        columns = torch.arange(int(lengths.max()))
+        mask = columns < lengths[:, None]  # (1, T) < (B, 1) -> (B, T)
+        places = torch.where(mask, self.starts[rows][:, None] + columns, 0)
+        token_ids = torch.where(mask, self.token_ids[places], padding_id).long()
+        return Encoded(token_ids, mask.long(), torch.where(mask, self.token_type_ids[places], 0).long())
+
+    def select(self, rows: Tensor) -> Self:
+        """Some of the rows; the token ids themselves stay where they are."""
+        return self._replace(lengths=self.lengths[rows], starts=self.starts[rows])
+
+
+# --- pairs ------------------------------------------------------------------------------------------------------------
+
+
+class Pairing(NamedTuple):
+    """How the texts of a row become the encoder's inputs, and what a head is shown of their vectors."""
+
+    tokenize: Callable[[BertTokenizer, tuple[list[str], ...]], tuple[Ragged, ...]]
+    join: Callable[[Encoded, Encoded, int], tuple[Encoded, ...]]  # the same from token ids, at most so many tokens
+    views: tuple[tuple[int, ...], ...]  # a head sees the vectors of each view, and its logits are averaged over views
+
+
+def tokenize_apart(tokenizer: BertTokenizer, texts: tuple[list[str], ...]) -> tuple[Ragged, ...]:
+    return tuple(Ragged.tokenize(tokenizer, column) for column in texts)
+
+
+def tokenize_joined(tokenizer: BertTokenizer, texts: tuple[list[str], ...]) -> tuple[Ragged, ...]:
+    return (Ragged.tokenize(tokenizer, *texts),)
+
+
+def tokenize_joined_both_ways(tokenizer: BertTokenizer, texts: tuple[list[str], ...]) -> tuple[Ragged, ...]:
+    return (Ragged.tokenize(tokenizer, *texts), Ragged.tokenize(tokenizer, *reversed(texts)))
+
+
+def join_pair(first: Encoded, second: Encoded, max_length: int) -> Encoded:
+    """`[CLS] a [SEP]` and `[CLS] b [SEP]`, padded -> `[CLS] a [SEP] b [SEP]`, padded, with real segment ids.
+
+    Too long a pair loses tokens of the longer side first, as the tokenizer cuts it.
+    """
+    joined, segments = [], []
+    for row in range(len(first.token_ids)):
+        a, b = (e.token_ids[row][e.attention_mask[row].bool()] for e in (first, second))
+        keep_a, keep_b = cut_longest_first(len(a) - 2, len(b) - 2, max_length - 3)
+        a, b = torch.cat([a[: 1 + keep_a], a[-1:]]), torch.cat([b[1 : 1 + keep_b], b[-1:]])  # b's [CLS] goes
+        joined.append(torch.cat([a, b]))
+        segments.append(torch.cat([torch.zeros_like(a), torch.ones_like(b)]))
+    token_ids = pad_sequence(joined, batch_first=True)
+    mask = pad_sequence([torch.ones_like(ids) for ids in joined], batch_first=True)
+    return Encoded(token_ids, mask, pad_sequence(segments, batch_first=True))
+
+
+def cut_longest_first(a: int, b: int, room: int) -> tuple[int, int]:
+    """How many tokens of each side remain: the shorter side stays whole while it fills at most half of the room."""
+    if a + b <= room:
+        return a, b
+    short = min(a, b, room // 2)
+    return (short, room - short) if a <= b else (room - short, short)
+
+
+SINGLE = Pairing(tokenize_apart, lambda a, b, most: (a,), ((0,),))
+PAIRINGS = {
+    "bi": Pairing(tokenize_apart, lambda a, b, most: (a, b), ((0, 1),)),
+    "bi_symmetric": Pairing(tokenize_apart, lambda a, b, most: (a, b), ((0, 1), (1, 0))),
+    "cross": Pairing(tokenize_joined, lambda a, b, most: (join_pair(a, b, most),), ((0,),)),
+    "cross_symmetric": Pairing(
+        tokenize_joined_both_ways, lambda a, b, most: (join_pair(a, b, most), join_pair(b, a, most)), ((0,), (1,))
+    ),
+}
 
 
 # --- token ids -> batches ---------------------------------------------------------------------------------------------
@@ -192,8 +263,8 @@ class Split:
     vectors: tuple[Tensor, ...] | None = None  # a frozen encoder's output for every row
 
     @classmethod
-    def tokenize(cls, examples: Examples, tokenizer: BertTokenizer) -> Self:
-        columns = tuple(Ragged.tokenize(tokenizer, texts) for texts in examples.texts)
+    def tokenize(cls, examples: Examples, tokenizer: BertTokenizer, pairing: Pairing = SINGLE) -> Self:
+        columns = pairing.tokenize(tokenizer, examples.texts)
         labels = None if examples.labels is None else torch.tensor(examples.labels)
         return cls(examples.task, examples.ids, columns, labels, tokenizer.pad_token_id)
 
@@ -209,21 +280,30 @@ class Split:
     def truncated(self) -> int:
         return sum(column.truncated for column in self.columns)
 
-    def batch(self, rows: list[int]) -> Batch:
+    def batch(self, rows: Tensor) -> Batch:
         kept = self.vectors is not None
         return Batch(
             self.task.name,
-            [self.ids[r] for r in rows],
+            [self.ids[r] for r in rows.tolist()],
             () if kept else tuple(column.pad(rows, self.padding_id) for column in self.columns),
             None if self.labels is None else self.labels[rows],
             tuple(v[rows] for v in self.vectors) if kept else None,
+        )
+
+    def select(self, rows: Tensor) -> Self:
+        """Some of the rows, in the order given."""
+        return dataclasses.replace(
+            self,
+            ids=[self.ids[r] for r in rows.tolist()],
+            columns=tuple(column.select(rows) for column in self.columns),
+            labels=None if self.labels is None else self.labels[rows],
         )
 
     def with_vectors(self, vectors: tuple[Tensor, ...]) -> Self:
         return dataclasses.replace(self, vectors=vectors)
 
 
-def bucketed_rows(lengths: Tensor, batch_size: int, generator: Generator, pool: int = 50) -> list[list[int]]:
+def bucketed_rows(lengths: Tensor, batch_size: int, generator: Generator, pool: int = 50) -> list[Tensor]:
     """Every row once, in batches of similar length, in random order.
 
     Rows are shuffled, cut into pools of `pool` batches, and sorted by length within each pool; then the batches are
@@ -231,18 +311,18 @@ def bucketed_rows(lengths: Tensor, batch_size: int, generator: Generator, pool: 
     """
     order = torch.randperm(len(lengths), generator=generator)
     pools = (p[lengths[p].argsort(stable=True)] for p in order.split(pool * batch_size))
-    batches = [b.tolist() for p in pools for b in p.split(batch_size)]
+    batches = [b for p in pools for b in p.split(batch_size)]
     return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
 
 
-def sorted_rows(lengths: Tensor, batch_size: int) -> list[list[int]]:
+def sorted_rows(lengths: Tensor, batch_size: int) -> list[Tensor]:
     """Every row once, longest first: for evaluation, where order does not matter and memory shows its peak at once."""
-    return [b.tolist() for b in lengths.argsort(descending=True, stable=True).split(batch_size)]
+    return list(lengths.argsort(descending=True, stable=True).split(batch_size))
 
 
-def epoch_generator(seed: int, epoch: int) -> Generator:
-    """The random numbers of one epoch's batches follow from the seed and the epoch alone."""
-    return Generator().manual_seed(seed * 1_000_003 + epoch)
+def epoch_generator(seed: int, epoch: int, number: int = 0) -> Generator:
+    """The random numbers of a pass's batches follow from the seed, the epoch and the pass's number in it alone."""
+    return Generator().manual_seed(seed * 1_000_003 + epoch + (number << 52))
 
 
 def training_batches(split: Split, batch_size: int, generator: Generator) -> Iterator[Batch]:
@@ -250,17 +330,35 @@ def training_batches(split: Split, batch_size: int, generator: Generator) -> Ite
         yield split.batch(rows)
 
 
+def endless_batches(split: Split, batch_size: int, seed: int, epoch: int) -> Iterator[Batch]:
+    """Pass after pass over the rows, shuffled anew for each: nothing is replayed and nothing is kept."""
+    for number in itertools.count():
+        yield from training_batches(split, batch_size, epoch_generator(seed, epoch, number))
+
+
 def read_split(
-    task: Task, paths: list[Path], tokenizer: BertTokenizer, *, labeled: bool, strict: bool = False
+    task: Task,
+    paths: list[Path],
+    tokenizer: BertTokenizer,
+    pairing: Pairing = SINGLE,
+    *,
+    labeled: bool,
+    strict: bool = False,
+    repeated_ids: bool = False,
 ) -> Split:
     """Reads and tokenizes, and says what was left out."""
-    examples = read_examples(task, paths, labeled=labeled, strict=strict)
+    examples = read_examples(task, paths, labeled=labeled, strict=strict, repeated_ids=repeated_ids)
+    names = ", ".join(map(str, paths))
     total = len(examples) + len(examples.skipped)
     for row in examples.skipped:
         warn(f"{row}. Skipped ({len(examples.skipped)} of {total} rows skipped; --strict_data stops instead).")
-    split = Split.tokenize(examples, tokenizer)
+    if labeled and len(set(examples.labels)) < 2:
+        raise InputError(
+            f"{names}: needs rows with at least two different labels, found {len(examples)} "
+            f"row{'s' * (len(examples) > 1)}, all labeled {examples.labels[0]}. There is nothing to learn from it."
+        )
+    split = Split.tokenize(examples, tokenizer, pairing)
     if split.truncated:
-        names = ", ".join(map(str, paths))
         limit = tokenizer.max_length
         warn(f"{names}: {split.truncated} of {len(split)} rows are longer than {limit} tokens and were cut.")
     return split
@@ -328,3 +426,25 @@ class SentencePairTestDataset(_TokenizedDataset):
     def collate_fn(self, rows: list[tuple[str, str, str]]) -> dict[str, Any]:
         first, second, ids = map(list, zip(*rows, strict=True))
         return self.encoded(first, "_1") | self.encoded(second, "_2") | {"sent_ids": ids}
+
+
+def load_multitask_data(
+    sentiment_filename: str | list[str],
+    paraphrase_filename: str | list[str],
+    similarity_filename: str | list[str],
+    split: str = "train",
+) -> tuple[list[tuple], dict[int, int], list[tuple], list[tuple]]:
+    """The starter's loader: sentiment rows, {label: number of the label}, paraphrase rows, similarity rows.
+
+    A row is (text, label, id) or (text, text, label, id); without the label where split is "test".
+    """
+    labeled = split != "test"
+    found = []
+    for task, given in ((SST, sentiment_filename), (PARA, paraphrase_filename), (STS, similarity_filename)):
+        paths = [Path(path) for path in ([given] if isinstance(given, str | Path) else given)]
+        examples = read_examples(task, paths, labeled=labeled)
+        labels = [examples.labels] if labeled else []
+        found.append(list(zip(*examples.texts, *labels, examples.ids, strict=True)))
+    sentiment, paraphrase, similarity = found
+    seen = dict.fromkeys(row[1] for row in sentiment) if labeled else {}
+    return sentiment, {label: number for number, label in enumerate(seen)}, paraphrase, similarity

@@ -1,9 +1,12 @@
-"""Two loops that stock torch runs slowly on a CPU, written out element by element and compiled by numba.
+"""The loops that stock torch runs slowly on a CPU, written out element by element and compiled by numba.
 
 `adamw` makes the whole optimizer update in one pass over memory. `dropout` draws its mask from a hash of the element's
-index, so that drawing runs on all cores, needs no stored mask, and gives the same mask on any number of threads. Both
-are compiled for the machine at first use and kept in numba's cache. On CUDA neither is used.
+index, so that drawing runs on all cores, needs no stored mask, and gives the same mask on any number of threads.
+`gramian` and `weighted_sum` read the tasks' gradients once each, whatever the number of tasks. All are compiled for the
+machine at first use and kept in numba's cache. On CUDA none is used.
 """
+
+from collections.abc import Sequence
 
 import numba
 import numpy as np
@@ -114,3 +117,71 @@ def lookup(weight: Tensor, ids: Tensor, padding_id: int) -> Tensor:
     if runs_here(weight):
         return _Lookup.apply(weight, ids, padding_id)
     return torch.nn.functional.embedding(ids, weight, padding_idx=padding_id)
+
+
+BLOCK = 2048  # elements: those of three gradients fill 24 KB, so that all six products find them in the L1 cache
+
+
+# reassoc lets the sums run in vector registers; infinities and NaNs stay what they are
+@numba.njit(parallel=True, fastmath={"contract", "reassoc"}, error_model="numpy", cache=True)
+def _gramian_loop(vectors, products):
+    for block in numba.prange(products.shape[0]):
+        start = block * BLOCK
+        stop = min(start + BLOCK, vectors[0].size)
+        for i in range(len(vectors)):
+            for j in range(i + 1):
+                x, y = vectors[i][start:stop], vectors[j][start:stop]
+                total = 0.0
+                for e in range(x.size):
+                    total += np.float64(x[e]) * np.float64(y[e])
+                products[block, i, j] = products[block, j, i] = total
+
+
+def gramian(vectors: Sequence[Tensor]) -> Tensor:
+    """Inner products of K tensors of one shape, as a (K, K) float64 tensor on their device.
+
+    Each block's products are summed in float64, which holds the square of any float32, then the blocks' sums in their
+    order: the result does not depend on the number of threads.
+    """
+    if runs_here(*vectors):
+        _match_threads()
+        blocks = -(-vectors[0].numel() // BLOCK)
+        products = np.empty((blocks, len(vectors), len(vectors)))
+        _gramian_loop(tuple(v.detach().view(-1).numpy() for v in vectors), products)
+        return torch.from_numpy(products.sum(axis=0))
+    # pieces of a million elements: the copies in float64 stay small beside the gradients themselves
+    pieces = zip(*(v.detach().flatten().split(2**20) for v in vectors), strict=True)
+    stacks = (torch.stack([part.double() for part in piece]) for piece in pieces)  # each (K, 2^20)
+    return sum(stack @ stack.T for stack in stacks)
+
+
+@numba.njit(parallel=True, fastmath={"contract"}, error_model="numpy", cache=True)
+def _weighted_sum_loop(vectors, weights):
+    out = vectors[0]
+    for block in numba.prange(-(-out.size // BLOCK)):
+        start = block * BLOCK
+        stop = min(start + BLOCK, out.size)
+        total = np.zeros(BLOCK)
+        for k in range(len(vectors)):
+            x, weight = vectors[k][start:stop], weights[k]
+            for e in range(x.size):
+                total[e] += weight * np.float64(x[e])
+        for e in range(stop - start):
+            out[start + e] = total[e]
+
+
+def weighted_sum(vectors: Sequence[Tensor], weights: Tensor) -> Tensor:
+    """sum_k weights[k] vectors[k], written over the first of them; weights: (K,) float64 on the CPU.
+
+    The sum is taken in float64: the weight of a tiny gradient beside a huge one may lie outside float32.
+    """
+    first, *others = vectors
+    if runs_here(*vectors):
+        _match_threads()
+        _weighted_sum_loop(tuple(v.detach().view(-1).numpy() for v in vectors), weights.numpy())
+        return first
+    scales = weights.tolist()
+    first.mul_(scales[0])
+    for other, scale in zip(others, scales[1:], strict=True):
+        first.add_(other, alpha=scale)
+    return first

@@ -1,13 +1,14 @@
-"""The handout's AdamW, written by hand; parameter groups; learning-rate schedules.
+"""The handout's AdamW, written by hand; parameter groups; learning-rate schedules; averages of the weights.
 
 Algorithm 1 of Kingma & Ba 2015 (arXiv:1412.6980) in its efficient form, with the decoupled weight decay of Loshchilov &
 Hutter 2019 (arXiv:1711.05101) as the last update of a step.
 """
 
 import argparse
+import contextlib
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -184,6 +185,125 @@ def build_schedule(optimizer: Optimizer, name: str, total_steps: int, warmup: fl
     return LambdaLR(optimizer, multiplier)
 
 
+# --- averagers: the weights to evaluate and keep ----------------------------------------------------------------------
+
+
+class NoAverage:
+    """The weights as they are; costs nothing."""
+
+    def __init__(self, model: nn.Module, args: argparse.Namespace):
+        pass
+
+    def update(self, model: nn.Module) -> None:
+        """To be called after every step."""
+
+    def epoch_end(self, model: nn.Module) -> None:
+        """To be called after the last step of every epoch."""
+
+    @contextlib.contextmanager
+    def applied(self, model: nn.Module) -> Iterator[None]:
+        """Within it, the model has the averaged weights; afterwards its own again, bit for bit."""
+        yield
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+class Average(NoAverage):
+    """A running average of the trainable parameters, frozen ones being the same at all times."""
+
+    def __init__(self, model: nn.Module, args: argparse.Namespace):
+        self.weights = {name: p.detach().clone() for name, p in self.trainable(model)}
+        self.count = 0  # of the weights that went into the average
+
+    @staticmethod
+    def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+        return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+
+    @torch.no_grad()
+    def take_in(self, model: nn.Module, share: Callable[[int], float]) -> None:
+        """average <- average + share(n) (weights - average), at the n-th call."""
+        self.count += 1
+        own = [p for _, p in self.trainable(model)]
+        torch._foreach_lerp_(list(self.weights.values()), own, share(self.count))
+
+    @contextlib.contextmanager
+    def applied(self, model: nn.Module) -> Iterator[None]:
+        if not self.count:
+            yield
+            return
+        own = {p: p.data for _, p in self.trainable(model)}
+        try:
+            for (_, p), average in zip(self.trainable(model), self.weights.values(), strict=True):
+                p.data = average  # the pointer only: nothing is copied
+            yield
+        finally:
+            for p, data in own.items():
+                p.data = data
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count, "weights": dict(self.weights)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["weights"].keys() != self.weights.keys():
+            odd = sorted(state["weights"].keys() ^ self.weights.keys())[0]
+            raise ValueError(f"the saved average must be of the same parameters, found {odd} on one side only")
+        self.count = state["count"]
+        for name, tensor in state["weights"].items():
+            self.weights[name].copy_(tensor)
+
+
+class ExponentialAverage(Average):
+    """After every step n: (1 - d) sum_k d^(n-k) theta_k / (1 - d^n), with d = --ema_decay.
+
+    Polyak averaging with exponential weights and the bias correction of Adam (Kingma & Ba 2015, sections 3 and 7.2), in
+    the form of one interpolation by (1 - d) / (1 - d^n), so that the start does not count.
+    """
+
+    def __init__(self, model: nn.Module, args: argparse.Namespace):
+        super().__init__(model, args)
+        self.decay = args.ema_decay
+
+    def update(self, model: nn.Module) -> None:
+        self.take_in(model, lambda n: (1 - self.decay) / (1 - self.decay**n))
+
+
+class StochasticWeightAverage(Average):
+    """The plain mean of the weights at the ends of the epochs e >= --average_start E of E; at least of the last.
+
+    Izmailov et al. 2018 (arXiv:1803.05407), Algorithm 1, cycle length one epoch. Deviation: the learning rate stays
+    that of --schedule (constant is nearest to the paper). BERT has no batch normalization to update.
+    """
+
+    def __init__(self, model: nn.Module, args: argparse.Namespace):
+        super().__init__(model, args)
+        self.first = round(args.average_start * args.epochs, 6)  # 0.55 * 20 is above 11
+        self.epoch = 0
+
+    def epoch_end(self, model: nn.Module) -> None:
+        self.epoch += 1
+        if self.epoch >= self.first:
+            self.take_in(model, lambda n: 1 / n)
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"epoch": self.epoch}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.epoch = state["epoch"]
+
+
+AVERAGERS: dict[str, type[NoAverage]] = {"none": NoAverage, "ema": ExponentialAverage, "swa": StochasticWeightAverage}
+
+
+def build_averager(args: argparse.Namespace, model: nn.Module) -> NoAverage:
+    """For a model that is on its device, with the parameters frozen that will be."""
+    return AVERAGERS[args.averager](model, args)
+
+
 # --- flags ------------------------------------------------------------------------------------------------------------
 
 
@@ -200,6 +320,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--schedule", choices=sorted(SCHEDULES), default="constant", help="learning rate over the steps")
     group.add_argument("--warmup", type=number(float, 0, 1), default=0.0, help="share of steps with a rising rate")
     group.add_argument("--clip", type=number(float, 0, 1e6), default=0.0, help="largest gradient norm; 0: no clipping")
+    group.add_argument(
+        "--averager", choices=sorted(AVERAGERS), default="none", help="average of the weights to evaluate and keep"
+    )
+    group.add_argument(
+        "--ema_decay", type=number(float, 0, 0.999999), default=0.999, help="ema: the old average's share a step"
+    )
+    group.add_argument(
+        "--average_start", type=number(float, 0, 1), default=0.5, help="swa: share of the epochs before the first"
+    )
 
 
 def build_optimizer(args: argparse.Namespace, model: nn.Module) -> AdamW:

@@ -11,6 +11,7 @@ from typing import NamedTuple, Self
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -25,6 +26,22 @@ class Encoded(NamedTuple):
 class Output(NamedTuple):
     logits: Tensor  # (B, C)
     vectors: tuple[Tensor, ...]  # one (B, H), or two for a bi-encoder
+    # What it takes to run the same pass again on other embeddings, with the same dropout masks; set while training.
+    embeddings: Tensor | None = None  # (R, T, H), the embedding layer's output for the batch's R = B or 2B sentences
+    random_state: dict[str, Tensor] | None = None  # of the generators, before the first layer
+
+
+def stack(sentences: tuple[Encoded, ...]) -> Encoded:
+    """All sentences of a batch below each other, for ONE forward pass: n times (B, T_i) -> (n B, max T_i)."""
+    if len(sentences) == 1:
+        return sentences[0]
+    T = max(s.token_ids.size(1) for s in sentences)
+
+    def together(name: str) -> Tensor:
+        parts = (getattr(s, name) for s in sentences)
+        return torch.cat([F.pad(part, (0, T - part.size(1))) for part in parts])  # masked, so any padding id will do
+
+    return Encoded(*map(together, Encoded._fields))
 
 
 class Predictions(NamedTuple):
@@ -46,6 +63,7 @@ class Task:
     label_column: str
     parse_label: Callable[[str], int | float]  # raises ValueError with the rule
     num_outputs: int  # C
+    kind: str  # what the logits mean: "category" (C of them), "probability" (one logit), "number" (one, 0 to 5)
     decode: Callable[[Tensor], Tensor]  # logits (B, C) -> (B,)
     score: Callable[[np.ndarray, np.ndarray], float]  # (predictions, labels) -> higher is better
     csv_header: str  # literal, the handout's
@@ -128,14 +146,16 @@ def pearson(predictions: np.ndarray, labels: np.ndarray) -> float:
 SENTIMENT_HEADER = "id \t Predicted_Sentiment \n"
 ONE, TWO = ("sentence",), ("sentence1", "sentence2")
 
-SST = Task("sst", "ids-sst-{}.csv", ONE, "sentiment", grades(5), 5, most_likely, accuracy, SENTIMENT_HEADER)
-CFIMDB = Task("cfimdb", "ids-cfimdb-{}.csv", ONE, "sentiment", grades(2), 2, most_likely, accuracy, SENTIMENT_HEADER)
+SST = Task("sst", "ids-sst-{}.csv", ONE, "sentiment", grades(5), 5, "category", most_likely, accuracy, SENTIMENT_HEADER)
+CFIMDB = Task(
+    "cfimdb", "ids-cfimdb-{}.csv", ONE, "sentiment", grades(2), 2, "category", most_likely, accuracy, SENTIMENT_HEADER
+)
 PARA = Task(
-    "para", "quora-{}.csv", TWO, "is_duplicate", grades(2), 1, more_likely_than_not, accuracy,
+    "para", "quora-{}.csv", TWO, "is_duplicate", grades(2), 1, "probability", more_likely_than_not, accuracy,
     "id \t Predicted_Is_Paraphrase \n",
 )  # fmt: skip
 STS = Task(
-    "sts", "sts-{}.csv", TWO, "similarity", similarity, 1, as_it_is, pearson,
+    "sts", "sts-{}.csv", TWO, "similarity", similarity, 1, "number", as_it_is, pearson,
     "id \t Predicted_Similiary \n",  # the starter's spelling; the leaderboard expects it
 )  # fmt: skip
 TASKS = {task.name: task for task in (SST, CFIMDB, PARA, STS)}

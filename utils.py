@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
-from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 
 PACKAGES = ("torch", "numpy", "numba", "tokenizers")  # whose versions a run notes down
 
@@ -83,6 +82,16 @@ def number(kind: type, low: float, high: float, *, above: bool = False) -> Calla
     return parse
 
 
+FINE_TUNE_MODES = {"last-linear-layer": "pretrain", "full-model": "finetune"}  # the later handouts' --option
+
+
+def fine_tune_mode(name: str) -> str:
+    """An argparse type: the option of that name."""
+    if name not in FINE_TUNE_MODES:
+        raise argparse.ArgumentTypeError(f"must be one of {', '.join(FINE_TUNE_MODES)}, found {name!r}")
+    return FINE_TUNE_MODES[name]
+
+
 # --- seeds, device, precision -----------------------------------------------------------------------------------------
 
 
@@ -96,6 +105,32 @@ def choose_device(use_gpu: bool) -> torch.device:
     if use_gpu and not torch.cuda.is_available():
         raise InputError("--use_gpu needs a CUDA device, found none. Leave the flag out, or check `nvidia-smi`.")
     return torch.device("cuda" if use_gpu else "cpu")
+
+
+def random_states(device: torch.device) -> dict[str, Tensor]:
+    """The generators that dropout draws from, on the CPU and on the GPU in use."""
+    states = {"cpu": torch.get_rng_state()}
+    return states | ({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
+
+
+def restore_random_states(states: dict[str, Tensor], device: torch.device) -> None:
+    torch.set_rng_state(states["cpu"].cpu())
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states["cuda"].cpu(), device)
+
+
+@contextlib.contextmanager
+def replayed(state: dict[str, Tensor] | None, device: torch.device) -> Iterator[None]:
+    """Draws the same random numbers again as after `state` was taken, then goes on as if nothing had been drawn."""
+    if state is None:
+        yield
+        return
+    now = random_states(device)
+    restore_random_states(state, device)
+    try:
+        yield
+    finally:
+        restore_random_states(now, device)
 
 
 class Precision:
@@ -176,10 +211,13 @@ class Run:
     @classmethod
     def create(cls, folder: Path, args: argparse.Namespace, data: list[Path]) -> Self:
         if folder.exists():
-            raise InputError(f"{folder}: the run exists already. Give another --name, or remove the directory.")
+            raise InputError(
+                f"{folder}: the run exists already. Go on with it by --resume (multitask_classifier.py), give another "
+                "--name, or remove the directory."
+            )
         writable_directory(folder, "--runs")
         facts = {
-            "args": {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()},
+            "args": _plain(vars(args)),
             "command": sys.argv,
             "versions": {"python": platform.python_version()} | {p: version(p) for p in PACKAGES},
             "commit": _commit(),
@@ -188,22 +226,40 @@ class Run:
         write_text(folder / "args.json", json.dumps(facts, indent=2) + "\n")
         return cls(folder)
 
+    @classmethod
+    def reopen(cls, folder: Path) -> Self:
+        """A run that is there already; `facts` gives what it noted down at its start."""
+        if not (folder / "args.json").is_file():
+            raise InputError(f"{folder}: must be the directory of a run, but has no args.json. Check the name.")
+        return cls(folder)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        try:
+            return json.loads((self.folder / "args.json").read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise InputError(f"{self.folder / 'args.json'}: must be JSON; {error}. Train the run again.") from error
+
+    def must_match(self, args: argparse.Namespace, data: list[Path], may_differ: set[str]) -> None:
+        """Refuses to go on with other flags or other data than the run was started with."""
+        facts, now = self.facts, _plain(vars(args))
+        other = [k for k, v in now.items() if k not in may_differ and facts["args"].get(k) != v]
+        if other:
+            shown = ", ".join(f"--{k} {facts['args'].get(k)} (now {now[k]})" for k in other)
+            raise InputError(f"{self.folder}: was started with {shown}. Give the same flags, or another --name.")
+        changed = [str(p) for p in data if facts["data_sha256"].get(str(p)) != sha256_of(p)]
+        if changed:
+            raise InputError(f"{self.folder}: {', '.join(changed)} changed since it was started. Give another --name.")
+
     def log(self, **event: Any) -> None:
         event["seconds"] = round(time.monotonic() - self.started, 2)
         with (self.folder / "log.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(event) + "\n")
 
-    def keep_best(self, model: nn.Module) -> None:
-        """Keeps what training changes; a frozen encoder is in its checkpoint already."""
-        tensors = {n: p.detach().cpu().contiguous() for n, p in model.named_parameters() if p.requires_grad}
-        with atomic_path(self.folder / "best.safetensors") as path:
-            save_file(tensors, path)
 
-    def restore_best(self, model: nn.Module) -> None:
-        parameters = dict(model.named_parameters())
-        with torch.no_grad():
-            for name, tensor in load_file(self.folder / "best.safetensors").items():
-                parameters[name].copy_(tensor)
+def _plain(flags: dict[str, Any]) -> dict[str, Any]:
+    """Flags as JSON would give them back."""
+    return json.loads(json.dumps(flags, default=str))
 
 
 def _commit() -> str | None:

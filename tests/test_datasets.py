@@ -189,14 +189,14 @@ def test_a_split_cuts_batches_out_of_its_rows(tokenizer: BertTokenizer):
     split = Split.tokenize(examples, tokenizer)
     assert len(split) == 3
     assert split.lengths.tolist() == [5, 4, 3]  # the longer column, with [CLS] and [SEP]
-    batch = split.batch([2, 0])
+    batch = split.batch(torch.tensor([2, 0]))
     assert (batch.task, batch.ids, batch.vectors) == ("sts", ["c", "a"], None)
     assert batch.labels.tolist() == [5.0, 0.5]
     first, second = batch.sentences
     assert torch.equal(first.token_ids, tokenizer(["", "one"])["input_ids"])
     assert torch.equal(second.token_ids, tokenizer(["u", "x y z"])["input_ids"])
     vectors = torch.arange(6.0).view(3, 2)
-    kept = split.with_vectors((vectors,)).batch([2, 0])
+    kept = split.with_vectors((vectors,)).batch(torch.tensor([2, 0]))
     assert kept.sentences == ()
     assert torch.equal(kept.vectors[0], vectors[[2, 0]])
 
@@ -252,7 +252,7 @@ def test_batches_follow_from_seed_and_epoch_and_differ_between_epochs():
 
     def batches(seed: int, epoch: int) -> list[list[int]]:
         torch.rand(3)  # the global generator has no say
-        return bucketed_rows(lengths, 8, epoch_generator(seed, epoch))
+        return [rows.tolist() for rows in bucketed_rows(lengths, 8, epoch_generator(seed, epoch))]
 
     def memberships(found: list[list[int]]) -> set[frozenset[int]]:
         return set(map(frozenset, found))
@@ -301,7 +301,7 @@ def test_long_and_short_batches_come_in_random_order(sst_lengths: torch.Tensor):
 
 
 def test_sorted_rows_go_from_long_to_short_and_keep_the_order_of_ties():
-    assert sorted_rows(torch.tensor([3, 9, 3, 5, 9]), 2) == [[1, 4], [3, 0], [2]]
+    assert [rows.tolist() for rows in sorted_rows(torch.tensor([3, 9, 3, 5, 9]), 2)] == [[1, 4], [3, 0], [2]]
 
 
 # --- the handout's data sets ------------------------------------------------------------------------------------------

@@ -87,3 +87,73 @@ def test_lookup_equals_torchs_embedding_forward_and_backward() -> None:
     (expected * factor).sum().backward()
     torch.testing.assert_close(weights[0].grad, weights[1].grad)
     assert not weights[0].grad[0].any(), "the padding row gets no gradient"
+
+
+def random_vectors(K: int, n: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(n)
+    return [torch.randn(n, generator=generator).to(dtype) for _ in range(K)]
+
+
+@pytest.mark.parametrize("K", [1, 2, 3, 4])
+@pytest.mark.parametrize("n", [0, 1, 7, 2047, 2048, 2049, 100_003])
+def test_gramian_and_weighted_sum_equal_numpy_in_float64(K: int, n: int) -> None:
+    vectors = random_vectors(K, n)
+    stack = np.stack([v.numpy().astype(np.float64) for v in vectors])
+    weights = torch.linspace(-1, 2, K, dtype=torch.float64)
+    np.testing.assert_allclose(kernels.gramian(vectors).numpy(), stack @ stack.T, rtol=1e-12, atol=1e-10)
+    found = kernels.weighted_sum(vectors, weights)
+    assert found is vectors[0], "written over the first"
+    np.testing.assert_allclose(found.numpy(), weights.numpy() @ stack, rtol=1e-7, atol=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rtol"), [(torch.float32, 1e-6), (torch.float64, 1e-12), (torch.bfloat16, 3e-2), (torch.float16, 4e-3)]
+)
+def test_gramian_and_weighted_sum_are_the_same_without_the_compiled_loops(
+    dtype: torch.dtype, rtol: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vectors = random_vectors(3, 2**20 + 5, dtype)  # more than one piece
+    compiled = [v.to(torch.float32, copy=True) for v in vectors]
+    weights = torch.tensor([1.5, -0.25, 2.0], dtype=torch.float64)
+    expected = kernels.gramian(compiled), kernels.weighted_sum(compiled, weights)
+    monkeypatch.setattr(kernels, "runs_here", lambda *tensors: False)
+    found = kernels.gramian(vectors), kernels.weighted_sum(vectors, weights)
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-10, atol=1e-8)
+    torch.testing.assert_close(found[1].float(), expected[1], rtol=rtol, atol=rtol)
+    assert found[1] is vectors[0]
+
+
+def test_gramian_takes_strided_and_shaped_tensors() -> None:
+    x, y = torch.randn(40, 30), torch.randn(30, 40).t()
+    assert not kernels.runs_here(x, y)
+    expected = torch.tensor([[(a.double() * b.double()).sum() for b in (x, y)] for a in (x, y)])
+    torch.testing.assert_close(kernels.gramian([x, y]), expected)
+    torch.testing.assert_close(kernels.gramian([x, y.contiguous()]), expected)
+    total = x + 2 * y
+    torch.testing.assert_close(kernels.weighted_sum([x, y], torch.tensor([1.0, 2.0]).double()), total)
+
+
+def test_gramian_does_not_depend_on_the_number_of_threads() -> None:
+    before = torch.get_num_threads()
+    vectors, results = random_vectors(3, 300_001), []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        results.append(kernels.gramian(vectors))
+    torch.set_num_threads(before)
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_gramian_and_weighted_sum_pass_on_what_is_not_finite(bad: float) -> None:
+    vectors = random_vectors(2, 5000)
+    vectors[1][4321] = bad
+    assert not kernels.gramian(vectors)[1, 1].isfinite()
+    assert not kernels.weighted_sum(vectors, torch.ones(2, dtype=torch.float64))[4321].isfinite()
+
+
+def test_gramian_and_weighted_sum_hold_the_whole_range_of_float32() -> None:
+    huge, tiny = torch.full((3000,), 3e38), torch.full((3000,), 1e-44)  # their squares are outside float32
+    expected = np.array([float(huge[0]), float(tiny[0])])
+    np.testing.assert_allclose(kernels.gramian([huge, tiny]).numpy(), 3000 * np.outer(expected, expected), rtol=1e-12)
+    found = kernels.weighted_sum([huge, tiny], torch.tensor([1e-40, 1e44], dtype=torch.float64))
+    np.testing.assert_allclose(found.numpy(), 1e-40 * expected[0] + 1e44 * expected[1], rtol=1e-6)

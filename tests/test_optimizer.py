@@ -1,5 +1,6 @@
-"""AdamW against the handout's pseudo-code in float64 and against torch; groups, schedules, resuming."""
+"""AdamW against the handout's pseudo-code in float64 and against torch; groups, schedules, resuming; averages."""
 
+import argparse
 import itertools
 import math
 
@@ -14,7 +15,7 @@ import optimizer
 from bert import BertModel
 from classifier import BertSentimentClassifier
 from config import BertConfig
-from optimizer import SCHEDULES, AdamW, build_schedule, parameter_groups
+from optimizer import AVERAGERS, SCHEDULES, AdamW, NoAverage, build_averager, build_schedule, parameter_groups
 
 ROUTES = {"one pass": kernels.runs_here, "multi-tensor": lambda *tensors: False}
 
@@ -183,6 +184,146 @@ def test_both_routes_agree_on_many_shapes() -> None:
         ends.append(ps)
     for a, b in zip(*ends, strict=True):
         torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-6)
+
+
+# --- averagers --------------------------------------------------------------------------------------------------------
+
+EPOCHS, STEPS = 4, 3
+
+
+def average_flags(name: str, **given: object) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    optimizer.add_arguments(parser)
+    args = parser.parse_args(["--averager", name, *(f"--{k}={v}" for k, v in given.items())])
+    return argparse.Namespace(**vars(args), epochs=EPOCHS)
+
+
+def two_layers() -> torch.nn.Sequential:
+    """A frozen layer and a trainable one."""
+    torch.manual_seed(4)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    model[0].requires_grad_(False)
+    return model
+
+
+def wander(model: torch.nn.Module, averager: NoAverage, epochs: range = range(EPOCHS)) -> list[np.ndarray]:
+    """Training whose steps are random moves; the trainable weight after each of them, in float64."""
+    path = []
+    for epoch in epochs:
+        for step in range(STEPS):
+            generator = torch.Generator().manual_seed(epoch * STEPS + step)
+            with torch.no_grad():
+                for p in model[1].parameters():
+                    p.add_(torch.randn(p.shape, generator=generator))
+            averager.update(model)
+            path.append(model[1].weight.detach().double().numpy().copy())
+        averager.epoch_end(model)
+    return path
+
+
+def averaged(averager: NoAverage, model: torch.nn.Module) -> np.ndarray:
+    with averager.applied(model):
+        return model[1].weight.detach().double().numpy().copy()
+
+
+@pytest.mark.parametrize("name", sorted(AVERAGERS))
+def test_averaged_weights_are_in_the_model_only_within_the_context(name: str) -> None:
+    model = two_layers()
+    averager = build_averager(average_flags(name), model)
+    wander(model, averager)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    identities = list(map(id, model.parameters()))
+    inside = averaged(averager, model)
+    assert np.array_equal(inside, before["1.weight"].numpy()) is (name == "none")
+    with pytest.raises(KeyError), averager.applied(model):  # restored after a failure, too
+        raise KeyError
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items()), "bit for bit"
+    assert list(map(id, model.parameters())) == identities, "the optimizer's parameters are still the model's"
+    assert np.array_equal(averaged(averager, model), inside), "looking changes nothing"
+
+
+@pytest.mark.parametrize("name", sorted(AVERAGERS))
+def test_before_the_first_average_the_weights_are_the_models_own(name: str) -> None:
+    model = two_layers()
+    averager = build_averager(average_flags(name), model)
+    with torch.no_grad():
+        model[1].weight.add_(1.0)
+    assert np.array_equal(averaged(averager, model), model[1].weight.detach().numpy())
+
+
+@pytest.mark.parametrize("name", sorted(AVERAGERS))
+def test_training_goes_on_after_the_context_without_touching_the_average(name: str) -> None:
+    """Weights and average never share memory outside of it."""
+    model = two_layers()
+    averager = build_averager(average_flags(name), model)
+    wander(model, averager)
+    inside = averaged(averager, model)
+    with torch.no_grad():
+        model[1].weight.fill_(100.0)
+    assert np.array_equal(averaged(averager, model), inside) is (name != "none")
+    assert (model[1].weight == 100).all()
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.5, 0.999])
+def test_ema_is_the_bias_corrected_mean_of_all_steps(decay: float) -> None:
+    model = two_layers()
+    averager = build_averager(average_flags("ema", ema_decay=decay), model)
+    path = wander(model, averager)
+    n = len(path)
+    weights = [decay ** (n - k) for k in range(1, n + 1)]
+    expected = sum(w * theta for w, theta in zip(weights, path, strict=True)) / sum(weights)
+    np.testing.assert_allclose(averaged(averager, model), expected, atol=1e-5)
+    np.testing.assert_array_equal(model[0].weight.numpy(), two_layers()[0].weight.numpy())
+
+
+@pytest.mark.parametrize(("start", "first"), [(0.0, 1), (0.25, 1), (0.3, 2), (0.5, 2), (0.75, 3), (1.0, 4)])
+def test_swa_is_the_plain_mean_of_the_epochs_from_its_start_on(start: float, first: int) -> None:
+    model = two_layers()
+    averager = build_averager(average_flags("swa", average_start=start), model)
+    path = wander(model, averager)
+    ends = path[STEPS - 1 :: STEPS]
+    np.testing.assert_allclose(averaged(averager, model), np.mean(ends[first - 1 :], axis=0), atol=1e-5)
+
+
+def test_swa_starts_on_the_epoch_that_was_asked_for_in_spite_of_rounding() -> None:
+    args = average_flags("swa", average_start=0.55)
+    args.epochs = 20
+    model = two_layers()
+    averager = build_averager(args, model)
+    for _ in range(11):
+        assert averager.count == 0
+        averager.epoch_end(model)
+    assert averager.count == 1
+
+
+@pytest.mark.parametrize("name", sorted(AVERAGERS))
+def test_a_saved_average_resumes_on_the_same_path(name: str, tmp_path) -> None:
+    whole = two_layers()
+    averager = build_averager(average_flags(name), whole)
+    wander(whole, averager)
+    expected = averaged(averager, whole)
+
+    model = two_layers()
+    first = build_averager(average_flags(name), model)
+    wander(model, first, range(3))
+    torch.save(first.state_dict(), tmp_path / "state.pt")
+    second = build_averager(average_flags(name), model)
+    second.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))  # TRAPS 10
+    wander(model, second, range(3, EPOCHS))
+    assert np.array_equal(averaged(second, model), expected)
+
+
+def test_an_average_of_other_parameters_is_refused() -> None:
+    model = two_layers()
+    state = build_averager(average_flags("ema"), model).state_dict()
+    model[0].requires_grad_(True)
+    with pytest.raises(ValueError, match=r"same parameters, found 0.bias"):
+        build_averager(average_flags("ema"), model).load_state_dict(state)
+
+
+def test_no_average_holds_nothing() -> None:
+    averager = build_averager(average_flags("none"), two_layers())
+    assert vars(averager) == {} == averager.state_dict()
 
 
 def test_optimizer_test_prints_one_line_of_success() -> None:

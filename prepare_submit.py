@@ -1,0 +1,115 @@
+"""Checks the prediction files of the handout's list, then packs them with the code for Gradescope.
+
+    python prepare_submit.py
+
+Writes cs224n_default_final_project_submission.zip, whole or not at all: the top-level *.py files and the prediction
+files, as the handout asks, and the rest of "all necessary code for replicating your results": README, setup.sh,
+requirements and recipes. The same files give the same bytes.
+"""
+
+import argparse
+import sys
+import zipfile
+from pathlib import Path
+
+from evaluation import PREDICTION_FILES, check_file, print_scores
+from utils import ArgumentParser, InputError, atomic_path, run_script, warn, writable_directory
+
+ROOT = Path(__file__).parent
+OUTPUT = "cs224n_default_final_project_submission.zip"
+CODE = ("*.py", "README.md", "setup.sh", "requirements*.txt", "recipes/**/*.txt")
+REQUIRED_CODE = ("bert.py", "classifier.py", "optimizer.py")  # the handout's list for Part 1
+PARTS = {"1": ("1",), "2": ("2",), "all": ("1", "2")}
+MAKERS = {"1": "classifier.py with --option pretrain and with --option finetune", "2": "multitask_classifier.py"}
+
+
+def check_places(args: argparse.Namespace) -> list[str]:
+    """What would go wrong whatever the prediction files hold."""
+    problems = [
+        f"--{flag} {folder}: must be a directory, found none. Check the name."
+        for flag, folder in (("data", args.data), ("predictions", args.predictions))
+        if not folder.is_dir()
+    ]
+    if args.output.suffix != ".zip" or args.output.is_dir():
+        found = "a directory" if args.output.is_dir() else f"the ending {args.output.suffix!r}"
+        problems.append(f"--output {args.output}: must be a file that ends in .zip, found {found}. Choose another.")
+    if "1" in PARTS[args.part]:
+        missing = [name for name in REQUIRED_CODE if not (ROOT / name).is_file()]
+        problems += [f"{ROOT / name}: must be there for Part 1, found no such file. Restore it." for name in missing]
+    return problems
+
+
+def check_predictions(args: argparse.Namespace) -> tuple[dict[str, float], list[str]]:
+    """The dev scores of the files of the part, by name, and every problem, each once."""
+    scores: dict[str, float] = {}
+    problems: list[str] = []
+    for name in names_of(args.part):
+        part, task, split = PREDICTION_FILES[name]
+        path = args.predictions / name
+        if not path.exists():
+            problems.append(f"{path}: must be there for Part {part}, found no such file. Run {MAKERS[part]}.")
+            continue
+        value, found = check_file(path, task, args.data / task.filename(split), labeled=split == "dev")
+        problems += found
+        if value is not None:
+            scores[name] = value
+    return scores, list(dict.fromkeys(problems))  # two files can fail by the same data file
+
+
+def names_of(part: str) -> list[str]:
+    return [name for name, file in PREDICTION_FILES.items() if file.part in PARTS[part]]
+
+
+def files_to_pack(args: argparse.Namespace) -> dict[str, Path]:
+    """Name in the zip -> file, in the order of the names."""
+    code = (path for pattern in CODE for path in ROOT.glob(pattern) if not path.name.startswith("."))
+    found = {path.relative_to(ROOT).as_posix(): path for path in code}
+    found |= {f"predictions/{name}": args.predictions / name for name in names_of(args.part)}
+    return dict(sorted(found.items()))
+
+
+def write_zip(output: Path, files: dict[str, Path]) -> None:
+    writable_directory(output.parent, "the directory of --output")
+    try:
+        with atomic_path(output) as temporary, zipfile.ZipFile(temporary, "w") as archive:
+            for name, path in files.items():
+                entry = zipfile.ZipInfo(name)  # dated 1980, so that the same files give the same bytes
+                entry.create_system, entry.compress_type = 3, zipfile.ZIP_DEFLATED  # 3: Unix, whose modes these are
+                entry.external_attr = (0o100755 if name.endswith(".sh") else 0o100644) << 16
+                archive.writestr(entry, path.read_bytes())
+    except OSError as error:
+        raise InputError(f"--output {output}: could not be written; {error}. Mend it and run again.") from error
+
+
+def get_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = ArgumentParser(prog="prepare_submit.py", description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--data", type=Path, default=Path("data"), help="directory with the course's files, whose ids must be there")
+    add("--predictions", type=Path, default=Path("predictions"), help="directory with the prediction files")
+    add("--output", type=Path, default=Path(OUTPUT), help="the zip file to write")
+    add("--part", choices=sorted(PARTS), default="all", help="whose prediction files are needed, checked and packed")
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    args = get_args()
+    problems = check_places(args)
+    scores: dict[str, float] = {}
+    if args.data.is_dir() and args.predictions.is_dir():
+        scores, of_files = check_predictions(args)
+        problems += of_files
+    if problems:
+        for problem in problems:
+            print(f"error: {problem}", file=sys.stderr)
+        sys.exit(2)
+    files = files_to_pack(args)
+    write_zip(args.output, files)
+    others = sorted(path.name for path in args.predictions.glob("*.csv") if f"predictions/{path.name}" not in files)
+    if others:
+        warn(f"not on the handout's list for --part {args.part}, so left out: {', '.join(others)}.")
+    print_scores(scores)
+    print(f"wrote {args.output}: {len(files)} files, {len(names_of(args.part))} of them predictions")
+
+
+if __name__ == "__main__":
+    run_script(main)

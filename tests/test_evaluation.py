@@ -1,0 +1,518 @@
+"""Prediction files byte for byte, their checks, the scores, and the starter's functions in the order of 2024."""
+
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import run_script
+from sklearn.metrics import accuracy_score, f1_score
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import evaluation
+from datasets import (
+    SentenceClassificationDataset,
+    SentenceClassificationTestDataset,
+    SentencePairDataset,
+    SentencePairTestDataset,
+)
+from evaluation import (
+    DEV_FILES,
+    PREDICTION_FILES,
+    check_file,
+    compare_ids,
+    macro_f1,
+    model_eval_multitask,
+    model_eval_sst,
+    model_eval_test_multitask,
+    overall,
+    overall_2023,
+    read_predictions,
+    score_file,
+    score_line,
+    write_logits,
+    write_predictions,
+)
+from tasks import CFIMDB, PARA, SST, STS, TASKS, Predictions, Task
+from tokenizer import BertTokenizer
+from utils import InputError
+
+CPU = torch.device("cpu")
+
+# --- small files ------------------------------------------------------------------------------------------------------
+
+LABELS = {"sst": [0, 1, 2, 3, 4, 2], "cfimdb": [0, 1, 1, 0, 1, 0], "para": [0, 1, 1, 0, 1, 1]}
+LABELS["sts"] = [0.0, 1.2, 2.6, 3.4, 5.0, 4.1]
+# one of sst, two of cfimdb and three of para are wrong
+GUESSES = {
+    "sst": np.array([0, 1, 2, 3, 4, 3]),
+    "cfimdb": np.array([0, 1, 1, 0, 0, 1]),
+    "para": np.array([1, 0, 0, 0, 1, 1], dtype=np.float32),
+    "sts": np.array([0.1, 1.0, 2.5, -0.3, 5.25, 4.0], dtype=np.float32),
+}
+
+
+def ids_of(task: Task, split: str) -> list[str]:
+    return [f"{task.name}-{split}-{i}" for i in range(6)]
+
+
+def write_data(folder: Path) -> Path:
+    """Six-row dev and test files of the four tasks; ids in capitals, as they are compared in lower case."""
+    folder.mkdir()
+    for task in TASKS.values():
+        texts = "\t".join(f"A {column} ." for column in task.text_columns)
+        header = "\t".join(("", "id", *task.text_columns))
+        for split in ("dev", "test"):
+            labels = [f"\t{label}" for label in LABELS[task.name]] if split == "dev" else [""] * 6
+            ids = [identifier.upper() for identifier in ids_of(task, split)]
+            rows = [f"{n}\t{i}\t{texts}{label}\n" for n, (i, label) in enumerate(zip(ids, labels, strict=True))]
+            first = header + (f"\t{task.label_column}" if split == "dev" else "") + "\n"
+            (folder / task.filename(split)).write_text(first + "".join(rows), encoding="utf-8")
+    return folder
+
+
+def write_guesses(folder: Path) -> Path:
+    """All fourteen prediction files of the handout's list, as the suite writes them."""
+    folder.mkdir()
+    for name, (_, task, split) in PREDICTION_FILES.items():
+        values = GUESSES[task.name]
+        write_predictions(folder / name, task, Predictions(ids_of(task, split), values[:, None], values, None))
+    return folder
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    return write_data(tmp_path / "data")
+
+
+@pytest.fixture
+def predictions(tmp_path: Path) -> Path:
+    return write_guesses(tmp_path / "predictions")
+
+
+# --- the format -------------------------------------------------------------------------------------------------------
+
+GOLDEN: dict[str, tuple[list[list[float]], bytes]] = {
+    "sst": ([[0, 0, 0, 9, 1], [7, 0, 1, 2, 3]], b"id \t Predicted_Sentiment \na1 , 3 \nb2 , 0 \n"),
+    "cfimdb": ([[0, 0.5], [0.5, 0]], b"id \t Predicted_Sentiment \na1 , 1 \nb2 , 0 \n"),
+    "para": ([[0.7], [-0.7]], b"id \t Predicted_Is_Paraphrase \na1 , 1.0 \nb2 , 0.0 \n"),
+    "sts": ([[3.25], [-0.1]], b"id \t Predicted_Similiary \na1 , 3.25 \nb2 , -0.10000000149011612 \n"),
+}
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_prediction_files_are_the_starters_byte_for_byte(name: str, tmp_path: Path):
+    logits, golden = torch.tensor(GOLDEN[name][0]), GOLDEN[name][1]
+    values = TASKS[name].decode(logits).numpy()
+    write_predictions(tmp_path / "out.csv", TASKS[name], Predictions(["a1", "b2"], logits.numpy(), values, None))
+    assert (tmp_path / "out.csv").read_bytes() == golden
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_what_was_written_is_read_back_exactly(name: str, tmp_path: Path):
+    ids, values = ["a1", "b,2", "c , 3", "d 4", "\u2028e", "f"], GUESSES[name]
+    write_predictions(tmp_path / "out.csv", TASKS[name], Predictions(ids, values[:, None], values, None))
+    found = read_predictions(tmp_path / "out.csv", TASKS[name])
+    assert found == dict(zip((i.strip() for i in ids), values.tolist(), strict=True))
+
+
+def test_the_list_of_files_is_the_handouts():
+    part1 = {
+        f"{o}-{t}-{s}-out.csv" for o in ("pretrain", "finetune") for t in ("sst", "cfimdb") for s in ("dev", "test")
+    }
+    part2 = {f"{t}-{s}-output.csv" for t in ("sst", "para", "sts") for s in ("dev", "test")}
+    assert {name for name, file in PREDICTION_FILES.items() if file.part == "1"} == part1
+    assert {name for name, file in PREDICTION_FILES.items() if file.part == "2"} == part2
+    assert len(part1) == 8
+    assert len(part2) == 6
+    assert all(file.task.name in name and file.split in name for name, file in PREDICTION_FILES.items())
+    assert set(DEV_FILES) == {name for name in part1 | part2 if "-dev-" in name}
+
+
+def test_ids_are_read_in_lower_case_and_numbers_in_any_spelling(tmp_path: Path):
+    (tmp_path / "out.csv").write_text("id \t Predicted_Similiary \nAB , 1 \ncD , -.5 \nef , 1.5E-07 \n")
+    assert read_predictions(tmp_path / "out.csv", STS) == {"ab": 1, "cd": -0.5, "ef": 1.5e-7}
+
+
+SENTIMENT = "id \t Predicted_Sentiment \n"
+BAD_FILES: dict[str, tuple[Task, str | bytes | None, str]] = {
+    "absent": (SST, None, "PATH: cannot be read as a prediction file; No such file or directory. Predict again."),
+    "empty": (SST, "", "PATH: must be a prediction file, found an empty file. Predict again."),
+    "not text": (SST, b"\xff\xfe", "PATH: cannot be read as a prediction file; it is not UTF-8 text. Predict again."),
+    "header": (
+        SST,
+        "id,Predicted_Sentiment\na1 , 3 \n",
+        r"PATH line 1: must be 'id \t Predicted_Sentiment ', found 'id,Predicted_Sentiment'. Predict again.",
+    ),
+    "another task's header": (
+        PARA,
+        SENTIMENT + "a1 , 1 \n",
+        r"PATH line 1: must be 'id \t Predicted_Is_Paraphrase ', found 'id \t Predicted_Sentiment '. Predict again.",
+    ),
+    "correct spelling of the header": (
+        STS,
+        "id \t Predicted_Similarity \na1 , 1 \n",
+        r"PATH line 1: must be 'id \t Predicted_Similiary ', found 'id \t Predicted_Similarity '. Predict again.",
+    ),
+    "no newline at the end": (
+        SST,
+        SENTIMENT + "a1 , 3 \nb2 , 3 ",
+        "PATH line 3: must end in a newline, found the end of the file. Predict again.",
+    ),
+    "carriage returns": (
+        SST,
+        SENTIMENT + "a1 , 3 \r\n",
+        r"PATH line 2: must be 'id , number ', found 'a1 , 3 \r'. Predict again.",
+    ),
+    "no value": (SST, SENTIMENT + "a1 ,  \n", "PATH line 2: must be 'id , number ', found 'a1 ,  '. Predict again."),
+    "no id": (SST, SENTIMENT + " , 1 \n", "PATH line 2: must be 'id , number ', found ' , 1 '. Predict again."),
+    "no spaces": (SST, SENTIMENT + "a1,3\n", "PATH line 2: must be 'id , number ', found 'a1,3'. Predict again."),
+    "blank line": (SST, SENTIMENT + "\na1 , 3 \n", "PATH line 2: must be 'id , number ', found ''. Predict again."),
+    "a word": (SST, SENTIMENT + "a1 , x \n", "PATH line 2: must be 'id , number ', found 'a1 , x '. Predict again."),
+    "nan": (
+        STS,
+        STS.csv_header + "a1 , 1 \nb2 , nan \n",
+        "PATH line 3: must be 'id , number ', found 'b2 , nan '. Predict again.",
+    ),
+    "infinity": (
+        STS,
+        STS.csv_header + "a1 , 1e999 \n",
+        "PATH line 2: must be 'id , number ', found 'a1 , 1e999 '. Predict again.",
+    ),
+    "several": (
+        SST,
+        SENTIMENT + "a1,3\nb2 , 3 \nc3,3\nd4,3\n",
+        "PATH line 2: must be 'id , number ', found 'a1,3' (3 lines of this kind). Predict again.",
+    ),
+    "twice": (
+        SST,
+        SENTIMENT + "a1 , 3 \nb2 , 3 \nA1 , 3 \n",
+        "PATH line 4: ids must be unique, 'a1' stands in line 2 too. Predict again.",
+    ),
+    "sst range": (
+        SST,
+        SENTIMENT + "a1 , 4 \nb2 , 5 \n",
+        "PATH line 3: the prediction must be a whole number from 0 to 4, found '5'. Predict again.",
+    ),
+    "sst fraction": (
+        SST,
+        SENTIMENT + "a1 , 2.5 \n",
+        "PATH line 2: the prediction must be a whole number from 0 to 4, found '2.5'. Predict again.",
+    ),
+    "cfimdb range": (
+        CFIMDB,
+        SENTIMENT + "a1 , 2 \n",
+        "PATH line 2: the prediction must be 0 or 1, found '2'. Predict again.",
+    ),
+    "para range": (
+        PARA,
+        PARA.csv_header + "a1 , 0.7 \n",
+        "PATH line 2: the prediction must be 0 or 1, found '0.7'. Predict again.",
+    ),
+}
+
+
+@pytest.mark.parametrize(("task", "content", "line"), BAD_FILES.values(), ids=BAD_FILES)
+def test_a_bad_prediction_file_ends_in_one_clear_line(
+    task: Task, content: str | bytes | None, line: str, tmp_path: Path
+):
+    path = tmp_path / "out.csv"
+    if content is not None:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(InputError) as caught:
+        read_predictions(path, task)
+    assert str(caught.value) == line.replace("PATH", str(path))
+
+
+def test_missing_and_unknown_ids_are_counted_and_one_is_named():
+    path, file = Path("out.csv"), Path("dev.csv")
+    compare_ids(path, ["b", "a"], file, ["a", "b"])
+    rule = "out.csv: must have every id of dev.csv exactly once and no other"
+    with pytest.raises(InputError) as missing:
+        compare_ids(path, ["c"], file, ["c", "b", "a"])
+    assert str(missing.value) == f"{rule}; 2 missing, such as a. Predict again with this data."
+    with pytest.raises(InputError) as unknown:
+        compare_ids(path, ["c", "d"], file, ["c"])
+    assert str(unknown.value) == f"{rule}; 1 unknown, such as d. Predict again with this data."
+
+
+def test_a_check_lists_every_problem_of_a_file(data: Path, tmp_path: Path):
+    path = tmp_path / "out.csv"
+    rows = ["sst-dev-0 , 9 ", "sst-dev-1,1", "sst-dev-2 , 2 ", "sst-dev-2 , 2 ", "other , 1 "]
+    path.write_text("id\n" + "\n".join(rows))
+    value, problems = check_file(path, SST, data / "ids-sst-dev.csv", labeled=True)
+    assert value is None
+    kinds = ["line 1: must be", "line 6: must end", "line 3: must be", "line 2: the pred", "line 5: ids must"]
+    kinds += ["4 missing, such as sst-dev-1.", "1 unknown, such as other."]
+    assert len(problems) == len(kinds)
+    assert all(kind in problem for kind, problem in zip(kinds, problems, strict=True))
+    with pytest.raises(InputError, match="line 1: must be"):
+        score_file(path, SST, data / "ids-sst-dev.csv")
+
+
+def test_a_check_names_unreadable_data_beside_the_files_own_problems(tmp_path: Path):
+    value, problems = check_file(tmp_path / "out.csv", SST, tmp_path / "none.csv", labeled=False)
+    assert value is None
+    assert [problem.split(":")[0] for problem in problems] == [str(tmp_path / "none.csv"), str(tmp_path / "out.csv")]
+
+
+def test_a_row_of_the_data_that_cannot_be_used_is_named_and_not_expected(
+    data: Path, predictions: Path, capsys: pytest.CaptureFixture
+):
+    with (data / "quora-dev.csv").open("a") as file:
+        file.write("6\tpara-dev-6\tA question ?\n")
+    assert score_file(predictions / "para-dev-output.csv", PARA, data / "quora-dev.csv") == 0.5
+    assert "quora-dev.csv line 8: sentence2 is missing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("labels", [None, np.array([3, 1])])
+def test_logits_make_the_round_trip(labels: np.ndarray | None, tmp_path: Path):
+    logits = np.array([[0.1, -2.5], [1e-30, 3.0]], dtype=np.float32)
+    write_logits(tmp_path / "dev.npz", Predictions(["a1", "b2"], logits, logits.argmax(1), labels))
+    with np.load(tmp_path / "dev.npz", allow_pickle=False) as found:
+        assert set(found) == {"ids", "logits"} | ({"labels"} if labels is not None else set())
+        assert found["ids"].tolist() == ["a1", "b2"]
+        assert found["logits"].dtype == np.float32
+        assert np.array_equal(found["logits"], logits)
+        assert labels is None or np.array_equal(found["labels"], labels)
+    assert [path.name for path in tmp_path.iterdir()] == ["dev.npz"], "no temporary file is left"
+
+
+# --- scores -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("scores", "of_2024", "of_2023"),
+    [
+        ({"sst": 0.5, "para": 0.75, "sts": 0.5}, 2.0 / 3, 1.75 / 3),  # (0.5 + 0.75 + 0.75) / 3
+        ({"sst": 0.52, "para": 0.88, "sts": 0.86}, 0.776667, 0.753333),  # (0.52 + 0.88 + 0.93) / 3
+        ({"sst": 0.0, "para": 0.0, "sts": -1.0}, 0.0, -1 / 3),
+        ({"sst": 1.0, "para": 1.0, "sts": 1.0}, 1.0, 1.0),
+        ({"sts": 0.2}, 0.6, 0.2),
+        ({"sst": 0.4, "cfimdb": 0.8}, 0.6, 0.6),
+    ],
+)
+def test_the_overall_scores_of_both_years(scores: dict[str, float], of_2024: float, of_2023: float):
+    assert overall(scores) == pytest.approx(of_2024, abs=1e-6)
+    assert overall_2023(scores) == pytest.approx(of_2023, abs=1e-6)
+
+
+def test_the_score_line_names_both_overall_scores():
+    line = score_line({"sst": 0.52, "para": 0.88, "sts": 0.86})
+    assert line == "sst 0.520 | para 0.880 | sts 0.860 | overall 0.7767 (2023's: 0.7533)"
+
+
+@pytest.mark.parametrize("classes", [2, 5])
+def test_macro_f1_is_sklearns(classes: int):
+    generator = np.random.default_rng(classes)
+    for rows in (3, 10, 200):
+        values, labels = generator.integers(0, classes, (2, rows))
+        assert macro_f1(values, labels) == pytest.approx(f1_score(labels, values, average="macro"))
+    only_predicted, only_labeled = np.array([0, 4, 4, 0]), np.array([0, 1, 0, 0])
+    assert macro_f1(only_predicted, only_labeled) == pytest.approx(
+        f1_score(only_labeled, only_predicted, average="macro", zero_division=0)
+    )
+
+
+# --- the starter's functions ------------------------------------------------------------------------------------------
+
+
+class Counting(nn.Module):
+    """A MultitaskBERT whose answers can be counted by hand: they follow from the numbers of tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.seen: list[tuple[str, bool, bool]] = []
+
+    def _lengths(self, name: str, *masks: Tensor) -> list[Tensor]:
+        self.seen.append((name, self.training, torch.is_grad_enabled()))
+        return [self.scale * mask.sum(1) for mask in masks]
+
+    def predict_sentiment(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        assert input_ids.shape == attention_mask.shape
+        (length,) = self._lengths("sst", attention_mask)
+        return -(length[:, None] % 5 - torch.arange(5)).abs()  # largest at length % 5
+
+    def predict_paraphrase(self, ids_1: Tensor, mask_1: Tensor, ids_2: Tensor, mask_2: Tensor) -> Tensor:
+        assert (ids_1.shape, ids_2.shape) == (mask_1.shape, mask_2.shape)
+        one, two = self._lengths("para", mask_1, mask_2)
+        return (one - two - 0.5)[:, None]  # a paraphrase where the first is longer
+
+    def predict_similarity(self, ids_1: Tensor, mask_1: Tensor, ids_2: Tensor, mask_2: Tensor) -> Tensor:
+        assert (ids_1.shape, ids_2.shape) == (mask_1.shape, mask_2.shape)
+        one, two = self._lengths("sts", mask_1, mask_2)
+        return (one - two / 2)[:, None]
+
+
+WORDS = [1, 4, 2, 7, 3]  # words of the first sentences; with [CLS] and [SEP] two tokens more
+OTHER_WORDS = [2, 3, 2, 1, 9]
+SENTENCES, OTHERS = ([" ".join(["film"] * n) for n in numbers] for numbers in (WORDS, OTHER_WORDS))
+IDS = {name: [f"{name}{i}" for i in range(5)] for name in ("sst", "para", "sts")}
+GRADES, DUPLICATES, SIMILARITIES = [3, 1, 0, 4, 2], [0, 1, 1, 1, 0], [1.5, 2.6, 0.0, 5.0, 1.0]
+EXPECTED = {
+    "sst": [(n + 2) % 5 for n in WORDS],
+    "para": [float(a > b) for a, b in zip(WORDS, OTHER_WORDS, strict=True)],
+    "sts": [a + 2 - (b + 2) / 2 for a, b in zip(WORDS, OTHER_WORDS, strict=True)],
+}
+
+
+@pytest.fixture(scope="module")
+def args(tmp_path_factory: pytest.TempPathFactory) -> Namespace:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    BertTokenizer.from_pretrained("minilm").save_pretrained(folder)
+    return Namespace(model=str(folder))
+
+
+def load(dataset: SentenceClassificationDataset | SentencePairDataset) -> DataLoader:
+    return DataLoader(dataset, shuffle=False, batch_size=2, collate_fn=dataset.collate_fn)
+
+
+@pytest.fixture
+def dev_loaders(args: Namespace) -> list[DataLoader]:
+    pairs = (
+        list(zip(SENTENCES, OTHERS, y, IDS[t], strict=True)) for t, y in (("para", DUPLICATES), ("sts", SIMILARITIES))
+    )
+    sentences = list(zip(SENTENCES, GRADES, IDS["sst"], strict=True))
+    para, sts = pairs
+    return [
+        load(SentenceClassificationDataset(sentences, args)),
+        load(SentencePairDataset(para, args)),
+        load(SentencePairDataset(sts, args, isRegression=True)),
+    ]
+
+
+@pytest.fixture
+def unlabeled_loaders(args: Namespace) -> list[DataLoader]:
+    sentences = list(zip(SENTENCES, IDS["sst"], strict=True))
+    para, sts = (list(zip(SENTENCES, OTHERS, IDS[name], strict=True)) for name in ("para", "sts"))
+    return [
+        load(SentenceClassificationTestDataset(sentences, args)),
+        load(SentencePairTestDataset(para, args)),
+        load(SentencePairTestDataset(sts, args)),
+    ]
+
+
+def test_model_eval_sst_returns_what_the_starter_of_2024_does(dev_loaders: list[DataLoader]):
+    accuracy, f1, values, labels, sentences, ids = model_eval_sst(dev_loaders[0], Counting(), CPU)
+    assert list(values) == EXPECTED["sst"] == [3, 1, 4, 4, 0]
+    assert list(labels) == GRADES
+    assert (sentences, ids) == (SENTENCES, IDS["sst"])
+    assert accuracy == accuracy_score(GRADES, EXPECTED["sst"]) == 0.6
+    assert f1 == pytest.approx(f1_score(GRADES, EXPECTED["sst"], average="macro", zero_division=0))
+
+
+def test_model_eval_multitask_returns_sst_para_sts_as_in_2024(dev_loaders: list[DataLoader]):
+    found = model_eval_multitask(*dev_loaders, Counting(), CPU)
+    assert len(found) == 9
+    assert found[0] == 0.6
+    assert found[3] == accuracy_score(DUPLICATES, EXPECTED["para"]) == 0.8
+    assert found[6] == pytest.approx(np.corrcoef(EXPECTED["sts"], SIMILARITIES)[1][0])
+    for name, values, ids in zip(EXPECTED, found[1::3], found[2::3], strict=True):
+        assert list(values) == EXPECTED[name]
+        assert ids == IDS[name]
+
+
+def test_model_eval_test_multitask_returns_sst_para_sts_as_in_2024(unlabeled_loaders: list[DataLoader]):
+    found = model_eval_test_multitask(*unlabeled_loaders, Counting(), CPU)
+    assert len(found) == 6
+    for name, values, ids in zip(EXPECTED, found[::2], found[1::2], strict=True):
+        assert list(values) == EXPECTED[name]
+        assert ids == IDS[name]
+
+
+def test_evaluation_is_in_eval_mode_and_without_gradients(
+    dev_loaders: list[DataLoader], unlabeled_loaders: list[DataLoader]
+):
+    for ask in (
+        lambda model: model_eval_sst(dev_loaders[0], model, CPU),
+        lambda model: model_eval_multitask(*dev_loaders, model, CPU),
+        lambda model: model_eval_test_multitask(*unlabeled_loaders, model, CPU),
+    ):
+        model = Counting().train()
+        ask(model)
+        assert {seen[1:] for seen in model.seen} == {(False, False)}
+        assert len(model.seen) % 3 == 0, "three batches a loader"
+    assert torch.is_grad_enabled()
+
+
+def test_predictions_of_the_starters_functions_are_written_like_the_suites(
+    dev_loaders: list[DataLoader], tmp_path: Path
+):
+    """Lists of NumPy numbers print as the starter's do: `1.0` for para, `3` for sst."""
+    found = model_eval_multitask(*dev_loaders, Counting(), CPU)
+    for name, values, ids in zip(EXPECTED, found[1::3], found[2::3], strict=True):
+        rows = "".join(f"{i} , {v} \n" for i, v in zip(ids, values, strict=True))
+        array = np.array(values)
+        write_predictions(tmp_path / "out.csv", TASKS[name], Predictions(ids, array, array, None))
+        assert (tmp_path / "out.csv").read_text() == TASKS[name].csv_header + rows
+        assert rows.splitlines()[0] == {"sst": "sst0 , 3 ", "para": "para0 , 0.0 ", "sts": "sts0 , 1.0 "}[name]
+
+
+# --- the script -------------------------------------------------------------------------------------------------------
+
+CORRELATION = float(np.corrcoef(GUESSES["sts"], LABELS["sts"])[0, 1])
+
+
+def test_the_script_prints_the_scores_of_a_direct_computation(data: Path, predictions: Path):
+    done = run_script("evaluation.py", predictions, "--data", data)
+    assert (done.returncode, done.stderr) == (0, "")
+    *files, last = done.stdout.splitlines()
+    accuracies = {t: accuracy_score(LABELS[t], GUESSES[t]) for t in ("sst", "cfimdb", "para")}
+    assert dict(line.split() for line in files) == {
+        name: f"{CORRELATION if task is STS else accuracies[task.name]:.4f}" for name, task in DEV_FILES.items()
+    }
+    mean = (accuracies["sst"] + accuracies["para"] + (CORRELATION + 1) / 2) / 3
+    plain = (accuracies["sst"] + accuracies["para"] + CORRELATION) / 3
+    assert last.startswith(f"sst 0.833 | para 0.500 | sts {CORRELATION:.3f} | overall {mean:.4f} (2023's: {plain:.4f})")
+
+
+def test_the_scripts_bad_input_is_one_line_and_status_2(data: Path, predictions: Path):
+    path = predictions / "sst-dev-output.csv"
+    path.write_text(SENTIMENT + "a1 , 3 \n")
+    done = run_script("evaluation.py", predictions, "--data", data)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        f"error: {path}: must have every id of {data / 'ids-sst-dev.csv'} exactly once and no other; 6 missing, "
+        "such as sst-dev-0. Predict again with this data.\n"
+    )
+
+
+def evaluate(monkeypatch: pytest.MonkeyPatch, *flags: object) -> None:
+    monkeypatch.setattr(sys, "argv", ["evaluation.py", *map(str, flags)])
+    evaluation.main()
+
+
+@pytest.fixture
+def nothing_printed(capsys: pytest.CaptureFixture) -> Iterator[None]:
+    yield
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.usefixtures("nothing_printed")
+def test_a_directory_without_prediction_files_is_refused(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(InputError, match=r"nowhere: must hold one of pretrain-sst-dev-out\.csv, .*found none\. Train"):
+        evaluate(monkeypatch, tmp_path / "nowhere", "--data", data)
+
+
+@pytest.mark.usefixtures("nothing_printed")
+def test_absent_data_is_refused(predictions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(InputError, match=r"nowhere/ids-sst-dev\.csv: cannot be read; No such file.*--data data/sample"):
+        evaluate(monkeypatch, predictions, "--data", tmp_path / "nowhere")
+
+
+def test_an_incomplete_part_2_is_scored_and_noted(
+    data: Path, predictions: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+):
+    for path in predictions.iterdir():
+        if path.name not in ("sst-dev-output.csv", "sts-test-output.csv"):
+            path.unlink()
+    evaluate(monkeypatch, predictions, "--data", data)
+    out, err = capsys.readouterr()
+    assert out.split()[:2] == ["sst-dev-output.csv", "0.8333"]
+    assert len(out.splitlines()) == 2
+    assert err == "note: only 1 of the three files of Part 2 found.\n"

@@ -1,0 +1,312 @@
+"""Poolers against padding and plain loops; heads against their formulas in float64; what each head may be used for."""
+
+import copy
+import math
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_model
+from torch import Tensor, nn
+
+from bert import BertModel
+from config import BertConfig
+from heads import HEADS, POOLERS, build_head, build_pooler
+from tasks import TASKS
+from utils import InputError
+
+H = 8
+LENGTHS = [5, 2, 7, 1]
+
+
+@pytest.fixture(scope="module")
+def bert() -> BertModel:
+    torch.manual_seed(0)
+    shape = dict(hidden_size=H, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=20)
+    return BertModel(BertConfig(**shape)).eval()
+
+
+def lively(module: nn.Module) -> nn.Module:
+    """In eval mode and float64, with no parameter at a start value such as zero."""
+    generator = torch.Generator().manual_seed(3)
+    for p in module.parameters():
+        p.data = torch.randn(p.shape, generator=generator)
+    return module.double().eval()
+
+
+def sentences(seed: int = 1) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(n, H, generator=generator, dtype=torch.float64) for n in LENGTHS]
+
+
+def padded(rows: list[Tensor], T: int, garbage: float) -> tuple[Tensor, Tensor]:
+    hidden = torch.full((len(rows), T, H), garbage, dtype=torch.float64)
+    mask = torch.zeros(len(rows), T, dtype=torch.long)
+    for i, row in enumerate(rows):
+        hidden[i, : len(row)], mask[i, : len(row)] = row, 1
+    return hidden, mask
+
+
+# --- poolers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(POOLERS))
+def test_a_sentence_has_the_same_vector_in_any_batch_order_and_padding(name: str, bert: BertModel) -> None:
+    """TRAPS 8"""
+    pooler = lively(build_pooler(name, copy.deepcopy(bert).double()))
+    rows = sentences()
+    alone = torch.cat([pooler(row[None], torch.ones(1, len(row), dtype=torch.long)) for row in rows])
+    assert alone.shape == (len(rows), H)
+    for garbage in (0.0, 1e4, -1e4):
+        for T in (7, 12):
+            for order in ([0, 1, 2, 3], [3, 1, 0, 2], [2, 2, 1]):
+                vectors = pooler(*padded([rows[i] for i in order], T, garbage))
+                torch.testing.assert_close(vectors, alone[order], atol=1e-12, rtol=1e-12)
+
+
+def gru_last(row: np.ndarray, weight_ih: np.ndarray, weight_hh: np.ndarray, bias_ih: np.ndarray, bias_hh: np.ndarray):
+    """The GRU of Cho et al. 2014 in torch's form, one token after the other."""
+    sigmoid = lambda x: 1 / (1 + np.exp(-x))  # noqa: E731
+    state = np.zeros(weight_hh.shape[1])
+    for x in row:
+        r, z, n = np.split(weight_ih @ x + bias_ih, 3)
+        hr, hz, hn = np.split(weight_hh @ state + bias_hh, 3)
+        r, z = sigmoid(r + hr), sigmoid(z + hz)
+        state = (1 - z) * np.tanh(n + r * hn) + z * state
+    return state
+
+
+def pooled_by_hand(name: str, pooler: nn.Module, bert: BertModel, row: np.ndarray) -> np.ndarray:
+    own = {n: p.detach().numpy() for n, p in pooler.named_parameters()}
+    if name == "pooler":
+        return np.tanh(bert.pooler_dense.weight.detach().numpy() @ row[0] + bert.pooler_dense.bias.detach().numpy())
+    if name == "attention":
+        weights = np.exp(row @ own["query"] / math.sqrt(H))
+        return (weights / weights.sum()) @ row
+    if name == "bigru":
+        parts = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+        forward = gru_last(row, *(own[f"gru.{part}_l0"] for part in parts))
+        backward = gru_last(row[::-1], *(own[f"gru.{part}_l0_reverse"] for part in parts))
+        return np.concatenate([forward, backward])
+    return {"cls": row[0], "mean": row.mean(axis=0), "max": row.max(axis=0)}[name]
+
+
+@pytest.mark.parametrize("name", sorted(POOLERS))
+def test_a_pooler_computes_its_formula(name: str, bert: BertModel) -> None:
+    bert = copy.deepcopy(bert).double()
+    pooler = lively(build_pooler(name, bert))
+    rows = sentences()
+    expected = [pooled_by_hand(name, pooler, bert, row.numpy()) for row in rows]
+    np.testing.assert_allclose(pooler(*padded(rows, 9, 5.0)).detach().numpy(), expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", sorted(POOLERS))
+def test_a_pooler_says_whether_it_has_parameters_and_all_of_them_learn(name: str, bert: BertModel) -> None:
+    pooler = build_pooler(name, bert)
+    parameters = list(pooler.parameters())
+    assert pooler.own_parameters is bool(parameters)
+    hidden, mask = padded(sentences(), 7, 0.0)
+    hidden = hidden.float().requires_grad_()
+    pooler(hidden, mask).pow(2).sum().backward()
+    assert all(p.grad is not None and p.grad.any() for p in parameters)
+    assert not hidden.grad[mask == 0].any(), "padding gets no gradient"
+    bert.zero_grad()
+
+
+@pytest.mark.parametrize("name", sorted(POOLERS))
+def test_a_pooler_registers_no_parameter_of_the_encoder_and_follows_its_copy(name: str, bert: BertModel, tmp_path):
+    model = nn.ModuleDict({"bert": bert, "pool": build_pooler(name, bert)})
+    assert len(list(model.parameters())) == len(set(model.state_dict())), "each parameter has one name"
+    save_model(model, str(tmp_path / "model.safetensors"))
+    twin = copy.deepcopy(model)
+    hidden, mask = (t for t in padded(sentences(), 7, 0.0))
+    before = model["pool"](hidden.float(), mask)
+    with torch.no_grad():
+        for p in twin.parameters():
+            p.normal_(std=3.0)
+    assert torch.equal(model["pool"](hidden.float(), mask), before), "a copy's weights are its own"
+    if name == "pooler":
+        assert not torch.allclose(twin["pool"](hidden.float(), mask), before)
+
+
+def test_attention_pooling_starts_from_the_mean(bert: BertModel) -> None:
+    inputs = padded(sentences(), 7, 1e3)
+    ours, mean = (build_pooler(name, bert).double()(*inputs) for name in ("attention", "mean"))
+    torch.testing.assert_close(ours, mean)
+
+
+@pytest.mark.parametrize("name", sorted(POOLERS))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_pooler_runs_under_autocast(name: str, dtype: torch.dtype, bert: BertModel) -> None:
+    pooler = build_pooler(name, bert)
+    hidden, mask = padded(sentences(), 7, 0.0)
+    full = pooler(hidden.float(), mask)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(pooler(hidden.to(dtype), mask).float(), full, atol=0.05, rtol=0.05)
+
+
+def test_bigru_refuses_an_odd_width() -> None:
+    bert = BertModel(BertConfig(hidden_size=9, num_hidden_layers=1, num_attention_heads=3, vocab_size=20))
+    with pytest.raises(InputError, match="even hidden size, found 9"):
+        build_pooler("bigru", bert)
+
+
+# --- heads ------------------------------------------------------------------------------------------------------------
+
+KINDS = {task.kind: task.num_outputs for task in TASKS.values()}
+FITTING = [(name, kind) for name, head in sorted(HEADS.items()) for kind in head.kinds]
+
+
+def vectors_for(name: str, B: int = 6, seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    count = 2 if HEADS[name].needs_pair else 1
+    return [torch.randn(B, H, generator=generator, dtype=torch.float64) for _ in range(count)]
+
+
+def head_for(name: str, kind: str, dropout: float = 0.0, vectors: int | None = None) -> nn.Module:
+    vectors = vectors or (2 if HEADS[name].needs_pair else 1)
+    return build_head(name, H, vectors, KINDS[kind], dropout, kind)
+
+
+@pytest.mark.parametrize(("name", "kind"), FITTING)
+def test_a_head_gives_one_row_of_outputs_a_pair_whatever_the_batch(name: str, kind: str) -> None:
+    head = lively(head_for(name, kind, dropout=0.5))
+    vectors = vectors_for(name)
+    logits = head(*vectors)
+    assert logits.shape == (6, KINDS[kind])
+    order = [4, 0, 5]
+    torch.testing.assert_close(head(*(v[order] for v in vectors)), logits[order])
+
+
+def logits_by_hand(name: str, own: dict[str, np.ndarray], u: np.ndarray, v: np.ndarray | None) -> np.ndarray:
+    joined = {
+        "siamese": lambda: [u, v, np.abs(u - v)],
+        "sbert": lambda: [u, v, np.abs(u - v), u * v],
+    }.get(name, lambda: [u] if v is None else [u, v])()
+    x = np.concatenate(joined)
+    cos = lambda a, b: a @ b / math.sqrt((a @ a) * (b @ b))  # noqa: E731
+    dense = lambda layer, x: own[f"{layer}.weight"] @ x + own[f"{layer}.bias"]  # noqa: E731
+    if name in ("linear", "siamese", "sbert"):
+        return dense("linear", x)
+    if name == "mlp":
+        inner = dense("inner", x)
+        gelu = inner * 0.5 * (1 + np.array([math.erf(i / math.sqrt(2)) for i in inner]))
+        return dense("outer", gelu)
+    if name == "sigmoid":
+        return 5 / (1 + np.exp(-dense("linear", x)))
+    if name == "scaled_linear":
+        return 5 * dense("linear", x)
+    if name == "siamese_cosine":
+        return np.array([(cos(dense("linear", u), dense("linear", v)) + 1) * 5 / 2])
+    c = cos(u, v)
+    return np.array(
+        [{"cosine": c, "cosine_relu": 5 * max(c, 0.0)}.get(name, own.get("scale", 0) * c + own.get("offset", 0))]
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "pair"),
+    [(n, k, pair) for n, k in FITTING for pair in (False, True) if pair >= HEADS[n].needs_pair],
+)
+def test_a_head_computes_its_formula(name: str, kind: str, pair: bool) -> None:
+    head = lively(head_for(name, kind, vectors=2 if pair else 1))
+    own = {n: p.detach().numpy() for n, p in head.named_parameters()}
+    u, v = (torch.randn(6, H, dtype=torch.float64) for _ in range(2))
+    expected = [logits_by_hand(name, own, a.numpy(), b.numpy() if pair else None) for a, b in zip(u, v, strict=True)]
+    ours = head(u, v) if pair else head(u)
+    np.testing.assert_allclose(ours.detach().numpy(), expected, atol=1e-12)
+
+
+@pytest.mark.parametrize(("name", "kind"), FITTING)
+def test_dropout_stands_before_every_head_and_is_off_in_eval_mode(name: str, kind: str) -> None:
+    head = head_for(name, kind, dropout=0.5)
+    vectors = [v.float() for v in vectors_for(name, B=50)]
+    assert not torch.allclose(head.train()(*vectors), head(*vectors))
+    assert torch.equal(head.eval()(*vectors), head(*vectors))
+    bare = head_for(name, kind, dropout=0.0)
+    bare.load_state_dict(head.state_dict())
+    assert torch.equal(bare.train()(*vectors), head(*vectors))
+
+
+@pytest.mark.parametrize(("name", "kind"), FITTING)
+def test_every_parameter_of_a_head_gets_a_gradient_in_any_precision(name: str, kind: str) -> None:
+    head = head_for(name, kind)
+    assert head.own_parameters is bool(list(head.parameters()))
+    vectors = [v.float().requires_grad_() for v in vectors_for(name)]
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = head(*vectors)
+    torch.testing.assert_close(logits.float(), head(*vectors), atol=0.05, rtol=0.05)
+    logits.float().pow(2).sum().backward()
+    assert all(t.grad is not None and t.grad.any() for t in (*head.parameters(), *vectors))
+
+
+RANGES = {"cosine": (-1, 1), "cosine_relu": (0, 5), "siamese_cosine": (0, 5), "sigmoid": (0, 5)}
+
+
+@pytest.mark.parametrize("name", sorted(RANGES))
+def test_a_bounded_head_stays_within_its_range_and_serves_numbers_only(name: str) -> None:
+    assert HEADS[name].kinds == ("number",)
+    low, high = RANGES[name]
+    head = lively(head_for(name, "number"))
+    u = 20 * torch.randn(400, H, dtype=torch.float64)
+    near = u if HEADS[name].needs_pair else -u
+    pairs = [(u, near), (u, -u)] if HEADS[name].needs_pair else [(u,), (near,)]
+    logits = torch.cat([head(*pair) for pair in pairs])
+    assert low - 1e-9 <= logits.min() < low + 0.4
+    assert high - 0.01 < logits.max() <= high + 1e-9
+
+
+def test_zero_vectors_give_a_finite_cosine_and_gradient() -> None:
+    for name in ("cosine", "cosine_affine", "cosine_relu", "siamese_cosine"):
+        u = torch.zeros(2, H, requires_grad=True)
+        logits = head_for(name, "number")(u, torch.zeros(2, H))
+        logits.sum().backward()
+        assert logits.isfinite().all(), name
+        assert u.grad.isfinite().all(), name
+
+
+def test_a_cosine_as_a_logit_has_a_learned_scale_and_offset_that_start_apart_from_one_half() -> None:
+    """TRAPS 27: sigmoid(cos) lies in [.27, .73], and above .5 for BERT's cosines, which are nearly all positive."""
+    assert "probability" not in HEADS["cosine"].kinds
+    head = head_for("cosine_affine", "probability")
+    assert {n for n, _ in head.named_parameters()} == {"scale", "offset"}
+    u = torch.eye(2)
+    chance = head(u, torch.tensor([[1.0, 0.0], [1.0, 1.0]])).sigmoid().flatten()  # cosines 1 and 0.71
+    assert chance[0] > 0.9
+    assert chance[1] < 0.5
+    number = head_for("cosine_affine", "number")
+    torch.testing.assert_close(number(u, u), torch.full((2, 1), 5.0))
+
+
+def test_cosine_affine_learns_a_threshold_that_a_cosine_alone_cannot_have() -> None:
+    """Cosines of 0.80 to 0.99, a paraphrase from 0.9 on: sigmoid(cos) calls every pair one."""
+    cosines = torch.linspace(0.80, 0.99, 20)
+    labels = (cosines > 0.9).float()
+    u = torch.tensor([[1.0, 0.0]]).repeat(20, 1)
+    v = torch.stack([cosines, (1 - cosines**2).sqrt()], dim=1)
+    head = build_head("cosine_affine", 2, 2, 1, 0.0, "probability")
+    optimizer = torch.optim.Adam(head.parameters(), lr=0.3)
+    for _ in range(300):
+        optimizer.zero_grad()
+        nn.functional.binary_cross_entropy_with_logits(head(u, v).flatten(), labels).backward()
+        optimizer.step()
+    assert torch.equal((head(u, v).flatten() > 0).float(), labels)
+    assert (cosines.sigmoid() > 0.5).all()
+
+
+@pytest.mark.parametrize("name", sorted(HEADS))
+def test_a_head_is_refused_where_it_does_not_fit_and_the_remedy_is_named(name: str) -> None:
+    head = HEADS[name]
+    if head.needs_pair:
+        with pytest.raises(InputError, match=rf"{name} needs two vectors, found 1. Use"):
+            build_head(name, H, 1, 1, 0.1)
+    for kind in KINDS.keys() - set(head.kinds):
+        with pytest.raises(InputError, match=rf"{name} is for a .*, found .* a {kind}. Use"):
+            build_head(name, H, 2, KINDS[kind], 0.1, kind)
+    if "category" not in head.kinds:
+        with pytest.raises(InputError, match=rf"{name} gives one output, found a task with 5. Use"):
+            build_head(name, H, 2, 5, 0.1)
+
+
+def test_heads_and_tasks_mean_the_same_kinds() -> None:
+    assert {kind for head in HEADS.values() for kind in head.kinds} == set(KINDS)

@@ -1,0 +1,188 @@
+"""Recipes: every row of the papers' tables has one or says what it waits for, and every one of them runs."""
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, run_script, write_task_files
+
+import multitask_classifier
+from multitask_classifier import build_parser, get_args
+
+FOLDER = ROOT / "recipes"
+README = (FOLDER / "README.md").read_text(encoding="utf-8")
+PART_1 = {"classifier-quickstart", "classifier-minilm-finetune"}  # for classifier.py
+OUR_OWN = {"quickstart", "best"}  # and all of minilm/: adapted, so they name their model
+# The rows of the papers' tables, by the name of their recipe: none may get lost, with a file or without.
+ROWS = [
+    "parts/baseline-last-linear", "parts/baseline-full", "parts/pos", "parts/siamese", "parts/combined",
+    "parts/gradient-surgery", "parts/cosine", "parts/sigmoid", "parts/surgery-sigmoid",
+    "stems/sst-linear-frozen", "stems/sst-linear-full", "stems/sst-mlp-frozen", "stems/sst-mlp-full",
+    "stems/sst-bigru-frozen", "stems/sst-bigru-full",
+    "stems/para-bce-frozen", "stems/para-bce-full", "stems/para-mnr-frozen", "stems/para-mnr-full",
+    "stems/para-siamese-frozen", "stems/para-siamese-full",
+    "stems/sts-linear-frozen", "stems/sts-linear-full", "stems/sts-siamese-frozen", "stems/sts-siamese-full",
+    "stems/sts-siamese-bigru-frozen", "stems/sts-siamese-bigru-full", "stems/sts-quora-augmented",
+    "stems/ensemble", "stems/average-weights", "stems/grid-search",
+    "smarter/baseline", "smarter/sampled", "smarter/smart", "smarter/pcgrad", "smarter/pcgrad-smart",
+    "smarter/five-epochs", "smarter/more-data", "smarter/cross", "smarter/cross-pcgrad-smart0",
+    "smarter/cross-pcgrad-smart1", "smarter/cross-pcgrad-smart2",
+    "robust/1-baseline", "robust/2-dropout", "robust/3-cosine", "robust/4-round-robin", "robust/5-surgery",
+    "robust/6-balanced", "robust/7-final", "robust/search",
+]  # fmt: skip
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(FOLDER).with_suffix("").as_posix()
+
+
+RECIPES = {name_of(path): path for path in sorted(FOLDER.rglob("*.txt"))}
+PART_2 = [name for name in RECIPES if name not in PART_1]
+OF_PAPERS = [name for name in PART_2 if name in ROWS]
+TABLE = {
+    name: {"paper": paper, "dev": dev, "what": what}
+    for name, paper, dev, what in re.findall(
+        r"^\| `([\w/-]+)` \| ([^|]*) \| ([^|]*) \| ([^|]*) \|$", README.split("\n## All of them\n")[1], flags=re.M
+    )
+}
+
+
+def flags_in(name: str) -> list[str]:
+    """The flags that a recipe's own lines set."""
+    lines = (line.partition("#")[0].split() for line in RECIPES[name].read_text(encoding="utf-8").splitlines())
+    return [line[0] for line in lines if line]
+
+
+def comment_of(name: str) -> str:
+    return "\n".join(line for line in RECIPES[name].read_text(encoding="utf-8").splitlines() if line.startswith("#"))
+
+
+# --- what there is ----------------------------------------------------------------------------------------------------
+
+
+def test_every_recipe_is_in_the_table() -> None:
+    assert set(RECIPES) <= set(TABLE)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_every_row_of_the_papers_has_a_recipe_or_says_what_it_needs(name: str) -> None:
+    what = TABLE[name]["what"]
+    if name in RECIPES:
+        assert "to come" not in what
+    else:
+        scripts = re.findall(r"`?(\w+\.py)`?", what)
+        assert re.search(r"needs .+, to come", what) or (scripts and all((ROOT / s).is_file() for s in scripts))
+
+
+def test_every_file_of_the_table_exists_and_belongs_to_a_row_or_is_our_own() -> None:
+    for name in set(TABLE) - set(ROWS):
+        assert name in RECIPES, name
+        assert name in PART_1 | OUR_OWN or name.startswith("minilm/"), name
+
+
+def test_the_readme_runs_only_recipes_that_exist() -> None:
+    for name in re.findall(r"@recipes/([\w/-]+)\.txt", README):
+        assert name in RECIPES
+
+
+# --- what they say ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PART_2)
+def test_every_recipe_parses_and_is_consistent(name: str) -> None:
+    get_args([f"@{RECIPES[name]}"])
+
+
+@pytest.mark.parametrize("name", PART_2)
+def test_no_flag_is_set_twice_in_a_recipe_and_none_that_is_the_users(name: str) -> None:
+    flags = flags_in(name)
+    assert len(flags) == len(set(flags))
+    assert not set(flags) & {"--name", "--use_gpu", "--seed", "--runs", "--predictions", "--dry_run"}
+
+
+@pytest.mark.parametrize("name", OF_PAPERS)
+def test_a_papers_recipe_leaves_model_and_data_to_the_defaults(name: str) -> None:
+    args = get_args([f"@{RECIPES[name]}"])
+    assert (args.model, args.data) == ("bert-base-uncased", Path("data"))
+    assert {"--lr", "--epochs", "--batch_size", "--hidden_dropout_prob"} <= set(flags_in(name))
+
+
+@pytest.mark.parametrize("name", [name for name in PART_2 if name not in OF_PAPERS])
+def test_our_own_recipes_name_their_model(name: str) -> None:
+    assert "--model" in flags_in(name)
+
+
+@pytest.mark.parametrize("name", OF_PAPERS)
+def test_a_papers_recipe_cites_paper_and_figures_as_the_table_does(name: str) -> None:
+    comment = comment_of(name)
+    paper = re.match(r"\d{3}", TABLE[name]["paper"])[0]
+    assert comment.startswith(f"# Paper {paper}, ")
+    assert f"@recipes/{name}.txt" in comment
+    dev = re.search(r"^# Dev: (.*)$", comment, flags=re.M)[1]
+    assert re.findall(r"-?\.\d{3}", TABLE[name]["dev"]) == re.findall(r"-?\.\d{3}", dev.partition("(")[0])
+
+
+def test_the_rows_of_a_paper_differ() -> None:
+    """Two rows with the same flags would be one system under two names."""
+    parser = build_parser()
+    seen: dict[str, str] = {}
+    for name in OF_PAPERS:
+        flags = repr(sorted(vars(parser.parse_args([f"@{RECIPES[name]}"])).items(), key=lambda item: item[0]))
+        assert flags not in seen, f"{name} is {seen.get(flags)}"
+        seen[flags] = name
+
+
+# --- that they run ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """A model this small loses more than it gains by a second."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("recipes") / "data"
+    write_task_files(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", PART_2)
+def test_every_recipe_runs_two_steps(
+    name: str,
+    tiny_checkpoint: Path,
+    data: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    argv = [f"@{RECIPES[name]}", "--model", str(tiny_checkpoint), "--data", str(data), "--dry_run"]
+    monkeypatch.setattr(sys, "argv", ["multitask_classifier.py", *argv])
+    multitask_classifier.main()
+    printed = capsys.readouterr().out
+    for task in get_args(argv).tasks:
+        assert re.search(rf"^{task}: wrote .+{task}-dev-output\.csv, 8 rows", printed, flags=re.M)
+    assert printed.endswith("dry run: two steps of everything went through; nothing was kept.\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["parts/baseline-last-linear", "robust/7-final"])
+def test_a_recipe_runs_from_the_command_line(name: str, tiny_checkpoint: Path, data: Path) -> None:
+    flags = [f"@recipes/{name}.txt", "--model", tiny_checkpoint, "--data", data, "--dry_run"]
+    result = run_script("multitask_classifier.py", *flags, OMP_NUM_THREADS="1")
+    assert result.returncode == 0, result.stderr
+    assert "dry run: two steps of everything went through" in result.stdout
+
+
+def test_the_quickstart_runs_as_it_stands() -> None:
+    result = run_script("multitask_classifier.py", "@recipes/quickstart.txt", "--dry_run", OMP_NUM_THREADS="1")
+    assert result.returncode == 0, result.stderr
+    assert "finetune minilm" in result.stdout

@@ -1,0 +1,599 @@
+"""smart.py: every regularizer on the three kinds of batch; TRAPS 19 to 25; the mathematics against float64 oracles."""
+
+import argparse
+import io
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import smart
+from bert import BertModel, Dropout
+from config import BertConfig
+from smart import NORMS, REGULARIZERS, STARTS, VARIANTS, Bregman, RDrop, Smart, add_arguments, build_regularizer
+from tasks import TASKS, Batch, Encoded, Output, stack
+from utils import ArgumentParser
+
+TASK_NAMES = ["sst", "para", "sts"]  # one sentence: category; bi-encoded pair: probability; joined pair: number
+ACTIVE = sorted(REGULARIZERS.keys() - {"none"})
+
+
+class SmallModel(nn.Module):
+    """A BERT with three heads and the `predict` that smart.py asks for."""
+
+    def __init__(self, bert: BertModel, dropout: float):
+        super().__init__()
+        H = bert.config.hidden_size
+        self.bert, self.dropout = bert, Dropout(dropout)
+        self.heads = nn.ModuleDict({"sst": nn.Linear(H, 5), "para": nn.Linear(3 * H, 1), "sts": nn.Linear(H, 1)})
+
+    def predict(self, batch: Batch, embeddings: Tensor | None = None, random_state: Tensor | None = None) -> Output:
+        if batch.vectors is not None:
+            return Output(self.head(batch, batch.vectors), batch.vectors)
+        ids, mask, segments = stack(batch.sentences)
+        if embeddings is None:
+            embeddings = self.bert.embed(ids, segments)
+        before = torch.get_rng_state()
+        if random_state is not None:
+            torch.set_rng_state(random_state)
+        hidden = self.bert.encode(embeddings, mask)
+        pooled = self.bert.pooler_af(self.bert.pooler_dense(hidden[:, 0]))
+        vectors = self.dropout(pooled).chunk(len(batch.sentences))
+        logits = self.head(batch, vectors)
+        if random_state is not None:
+            torch.set_rng_state(before)
+        return Output(logits, vectors, embeddings, before) if self.training else Output(logits, vectors)
+
+    def head(self, batch: Batch, vectors: tuple[Tensor, ...]) -> Tensor:
+        if len(vectors) == 2:
+            vectors = (torch.cat([*vectors, (vectors[0] - vectors[1]).abs()], dim=1),)
+        return self.heads[batch.task](vectors[0])
+
+
+def small_model(dropout: float = 0.1) -> SmallModel:
+    torch.manual_seed(0)
+    shape = {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    rates = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
+    config = BertConfig(**shape, intermediate_size=64, initializer_range=0.3, **rates)
+    return SmallModel(BertModel(config), dropout).train()
+
+
+def sentences(lengths: tuple[int, ...], seed: int, pair: bool = False) -> Encoded:
+    B, T = len(lengths), max(lengths)
+    mask = (torch.arange(T) < torch.tensor(lengths)[:, None]).long()
+    ids = torch.randint(1, 100, (B, T), generator=torch.Generator().manual_seed(seed)) * mask
+    return Encoded(ids, mask, (torch.arange(T) >= 4).long() * mask if pair else torch.zeros_like(ids))
+
+
+def batch_of(task: str) -> Batch:
+    parts = {
+        "sst": (sentences((9, 4, 7, 2), 1),),
+        "para": (sentences((6, 3, 5, 8), 2), sentences((4, 7, 5, 3), 3)),
+        "sts": (sentences((10, 6, 8, 9), 4, pair=True),),
+    }
+    return Batch(task, list("abcd"), parts[task], torch.tensor([1, 0, 1, 0]))
+
+
+def twice(batch: Batch) -> Batch:
+    doubled = tuple(Encoded(*(torch.cat([t, t]) for t in s)) for s in batch.sentences)
+    return Batch(batch.task, batch.ids * 2, doubled, torch.cat([batch.labels, batch.labels]))
+
+
+def flags(*given: str) -> argparse.Namespace:
+    parser = ArgumentParser()
+    add_arguments(parser)
+    return parser.parse_args(given)
+
+
+def build(name: str, model: SmallModel, *given: str) -> smart.Regularizer:
+    return build_regularizer(flags("--regularizer", name, *given), model)
+
+
+def moved(model: SmallModel) -> None:
+    """As an optimizer step would: every parameter a little elsewhere."""
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.05 * torch.randn(p.shape, generator=generator))
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor | None]:
+    return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+
+
+# --- every regularizer ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("task", TASK_NAMES)
+def test_none_is_exactly_zero(task: str) -> None:
+    model, batch = small_model(), batch_of(task)
+    term = build("none", model)(model, batch, model.predict(batch))
+    assert term.shape == ()
+    assert term.item() == 0
+    assert not term.requires_grad
+
+
+@pytest.mark.parametrize("variant", sorted(VARIANTS))
+@pytest.mark.parametrize("task", TASK_NAMES)
+@pytest.mark.parametrize("name", ACTIVE)
+def test_every_term_is_positive_on_every_kind_of_task(name: str, task: str, variant: int) -> None:
+    """TRAPS 19: a softmax over one logit would make paraphrase and similarity zero."""
+    model, batch = small_model(), batch_of(task)
+    regularizer = build(name, model, "--smart_variant", str(variant))
+    moved(model)
+    term = regularizer(model, batch, model.predict(batch))
+    assert term.shape == ()
+    assert term.dtype == torch.float32
+    assert 1e-4 < term.item() < 100
+
+
+@pytest.mark.parametrize("task", TASK_NAMES)
+@pytest.mark.parametrize("name", ACTIVE)
+def test_every_term_changes_the_gradient_of_the_trained_weights(name: str, task: str) -> None:
+    """TRAPS 19: it is not computed and thrown away. It reaches the encoder, its embeddings and the task's head."""
+    model, batch = small_model(), batch_of(task)
+    regularizer = build(name, model)
+    moved(model)
+    regularizer(model, batch, model.predict(batch)).backward()
+    reached = {name for name, grad in gradients(model).items() if grad is not None and grad.abs().max() > 1e-6}
+    assert {
+        "bert.word_embedding.weight",
+        "bert.bert_layers.0.self_attention.query.weight",
+        "bert.bert_layers.1.out_dense.weight",
+        f"heads.{task}.weight",
+    } <= reached
+
+
+@pytest.mark.parametrize("start", sorted(STARTS))
+@pytest.mark.parametrize("task", TASK_NAMES)
+@pytest.mark.parametrize("name", sorted(REGULARIZERS))
+def test_calling_a_term_leaves_gradients_modes_and_weights_alone(name: str, task: str, start: str) -> None:
+    """TRAPS 23, for the ascent and all else; and a frozen part that is in eval mode stays in it."""
+    model, batch = small_model(), batch_of(task)
+    regularizer = build(name, model, "--smart_start", start)
+    moved(model)
+    model.bert.embed_dropout.eval()
+    model.predict(batch).logits.sum().backward()
+    before = gradients(model)
+    weights = {n: (p, p.detach().clone()) for n, p in model.named_parameters()}
+    modes = [m.training for m in model.modules()]
+    term = regularizer(model, batch, model.predict(batch))
+    for parameter, grad in gradients(model).items():
+        assert (grad is None) == (before[parameter] is None), parameter
+        assert grad is None or torch.equal(grad, before[parameter]), parameter
+    for n, p in model.named_parameters():
+        assert p is weights[n][0], n
+        assert torch.equal(p, weights[n][1]), n
+        assert p.requires_grad
+    assert [m.training for m in model.modules()] == modes
+    assert term.isfinite()
+
+
+@pytest.mark.parametrize("task", TASK_NAMES)
+@pytest.mark.parametrize("name", sorted(REGULARIZERS))
+def test_a_batch_written_twice_has_the_same_term(name: str, task: str, monkeypatch) -> None:
+    """TRAPS 25: without dropout, and with the same noise for the copies, the size of the batch changes nothing."""
+    model, batch = small_model(dropout=0), batch_of(task)
+    regularizer = build(name, model)
+    moved(model)
+    pair = len(batch.sentences)
+
+    def repeated_noise(like: Tensor) -> Tensor:
+        rows = pair * len(batch.ids)
+        parts = torch.randn((rows, *like.shape[1:]), generator=torch.Generator().manual_seed(3)).chunk(pair)
+        return torch.cat([copy for part in parts for copy in [part] * (len(like) // rows)])
+
+    monkeypatch.setattr(smart.torch, "randn_like", repeated_noise)
+    once = regularizer(model, batch, model.predict(batch))
+    again = regularizer(model, twice(batch), model.predict(twice(batch)))
+    # At noise of 1e-5 the ascent's direction carries float32's rounding, which another batch size changes.
+    torch.testing.assert_close(once, again, rtol=1e-2, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", sorted(REGULARIZERS))
+def test_the_state_survives_a_file_of_weights_only(name: str) -> None:
+    model = small_model()
+    regularizer = build(name, model)
+    moved(model)
+    regularizer.update(model)
+    file = io.BytesIO()
+    torch.save(regularizer.state_dict(), file)
+    file.seek(0)
+    resumed = build(name, model)
+    resumed.load_state_dict(torch.load(file, weights_only=True))
+
+    def flat(state: dict) -> dict[str, Tensor]:
+        inner = [flat(v) for v in state.values() if isinstance(v, dict)]
+        return {k: v for k, v in state.items() if isinstance(v, Tensor)} | {k: v for d in inner for k, v in d.items()}
+
+    found, expected = flat(resumed.state_dict()), flat(regularizer.state_dict())
+    assert bool(expected) == ("bregman" in name)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[k], expected[k]) for k in expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("task", TASK_NAMES)
+@pytest.mark.parametrize("name", ACTIVE)
+def test_half_precision_gives_a_float32_term_with_finite_gradients(name: str, task: str, dtype: torch.dtype) -> None:
+    model, batch = small_model(), batch_of(task)
+    regularizer = build(name, model, "--smart_sigma", "1e-2", "--smart_step_size", "1")
+    moved(model)
+    with torch.autocast("cpu", dtype):
+        term = regularizer(model, batch, model.predict(batch))
+    assert term.dtype == torch.float32
+    assert term.item() > 1e-4
+    term.backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize("name", sorted(REGULARIZERS))
+def test_a_term_of_weight_two_is_twice_the_term(name: str) -> None:
+    model, batch = small_model(), batch_of("sst")
+    weights = [f"--{part}_weight=2" for part in ("smart", "bregman", "rdrop")]
+    terms = [build(name, model), build(name, model, *weights)]
+    moved(model)
+    values = []
+    for regularizer in terms:
+        torch.manual_seed(1)
+        values.append(regularizer(model, batch, model.predict(batch)))
+    torch.testing.assert_close(2 * values[0], values[1], rtol=1e-5, atol=0)
+
+
+# --- smart ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("start", sorted(STARTS))
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("norm", sorted(NORMS))
+@pytest.mark.parametrize("task", TASK_NAMES)
+def test_the_perturbation_is_in_the_ball_and_off_the_padding(task: str, norm: str, steps: int, start: str) -> None:
+    """TRAPS 21: every real token's perturbation has the radius as its norm, less what epsilon takes."""
+    model, batch = small_model(), batch_of(task)
+    term = Smart(norm=norm, radius=0.03, steps=steps, start=start)
+    noise = term.perturbation(model, batch, model.predict(batch))
+    size = noise.norm(dim=-1) if norm == "l2" else noise.abs().amax(dim=-1)
+    real = stack(batch.sentences).attention_mask.bool()
+    assert noise.shape[:2] == real.shape
+    assert not noise.requires_grad
+    assert (size <= 0.03).all()
+    assert (size[real] > 0.95 * 0.03).all()
+    assert (noise[~real] == 0).all()
+    assert (~real).any()
+
+
+@pytest.fixture(scope="module")
+def minilm() -> SmallModel:
+    torch.manual_seed(0)
+    return SmallModel(BertModel.from_pretrained("minilm"), 0.3).train()
+
+
+@pytest.mark.parametrize("start", sorted(STARTS))
+@pytest.mark.parametrize("variant", sorted(VARIANTS))
+@pytest.mark.parametrize("norm", sorted(NORMS))
+@pytest.mark.parametrize("task", TASK_NAMES)
+def test_the_perturbation_is_adversarial(task: str, norm: str, variant: int, start: str) -> None:
+    """TRAPS 20: it changes the output far more than random noise of the same norm, for every seed."""
+    check_adversarial(small_model(), task, Smart(norm=norm, variant=variant, start=start), factor=2, seeds=3)
+
+
+@pytest.mark.parametrize("start", sorted(STARTS))
+@pytest.mark.parametrize("task", TASK_NAMES)
+def test_the_perturbation_of_minilm_is_adversarial(minilm: SmallModel, task: str, start: str) -> None:
+    check_adversarial(minilm, task, Smart(start=start), factor=10, seeds=2)
+
+
+def check_adversarial(model: SmallModel, task: str, term: Smart, factor: float, seeds: int) -> None:
+    batch, kind = batch_of(task), TASKS[task].kind
+    for seed in range(seeds):
+        torch.manual_seed(seed)
+        output = model.predict(batch)
+        found = term.perturbation(model, batch, output)
+        random = torch.randn_like(found)
+        random *= term.norm(found) / term.norm(random)
+        with torch.no_grad():
+            passes = [model.predict(batch, output.embeddings + x, output.random_state) for x in (found, random)]
+        strong, weak = (term.outer(kind, output.logits, other.logits).mean() for other in passes)
+        assert strong > factor * weak > 0, f"seed {seed}"
+
+
+@pytest.mark.parametrize("task", TASK_NAMES)
+def test_more_steps_find_no_weaker_perturbation(task: str) -> None:
+    values = {}
+    for steps in (1, 5):
+        model, batch = small_model(), batch_of(task)
+        torch.manual_seed(2)
+        values[steps] = Smart(steps=steps)(model, batch, model.predict(batch)).item()
+    assert values[5] > 0.98 * values[1]
+
+
+@pytest.mark.parametrize("task", TASK_NAMES)
+def test_without_a_perturbation_the_term_is_exactly_zero_in_training_mode(task: str, monkeypatch) -> None:
+    """TRAPS 22: all passes have the same dropout masks."""
+    model, batch = small_model(dropout=0.3), batch_of(task)
+    term = Smart()
+    monkeypatch.setattr(term, "perturbation", lambda model, batch, output: torch.zeros_like(output.embeddings))
+    output = model.predict(batch)
+    assert not torch.equal(output.logits, model.predict(batch).logits), "dropout is on"
+    assert term(model, batch, output).item() == 0
+
+
+@pytest.mark.parametrize("task", TASK_NAMES)
+def test_the_term_is_the_weighted_divergence_at_the_perturbation(task: str) -> None:
+    model, batch = small_model(), batch_of(task)
+    term, output = Smart(3.0), model.predict(batch)
+    before = torch.get_rng_state()
+    noise = term.perturbation(model, batch, output)
+    perturbed = model.predict(batch, output.embeddings + noise, output.random_state)
+    torch.set_rng_state(before)
+    expected = 3 * oracle(TASKS[task].kind, output.logits, perturbed.logits).mean()
+    assert term(model, batch, output).item() == pytest.approx(expected, rel=1e-4)
+
+
+def test_the_gradient_passes_through_both_outputs() -> None:
+    """The head's bias moves both numbers alike: its gradient cancels, unlike with a constant clean one."""
+    model, batch = small_model(dropout=0), batch_of("sts")
+    Smart()(model, batch, model.predict(batch)).backward()
+    assert model.heads["sts"].weight.grad.abs().max() > 1e-3
+    assert model.heads["sts"].bias.grad.abs().item() < 1e-6
+
+
+@pytest.mark.parametrize("task", TASK_NAMES)
+def test_both_starts_find_the_same_direction_for_one_logit_up_to_its_sign(task: str) -> None:
+    """And a like one for five: the first gradient is a combination of the logits' gradients by the embeddings."""
+    model, batch = small_model(), batch_of(task)
+    model.double()  # kernels.py steps aside, and rounding with it
+    output = model.predict(batch)
+    a, b = (Smart(start=start, sigma=1e-6).perturbation(model, batch, output) for start in ("embeddings", "logits"))
+    real = stack(batch.sentences).attention_mask.bool()
+    cosines = torch.cosine_similarity(a[real], b[real], dim=-1).abs()
+    assert cosines.mean() > (0.2 if task == "sst" else 0.99)
+
+
+@pytest.mark.parametrize("task", TASK_NAMES)
+def test_starting_at_the_logits_is_adversarial_in_bfloat16(task: str) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        check_adversarial(small_model(), task, Smart(start="logits"), factor=2, seeds=3)
+
+
+def test_starting_at_the_logits_of_frozen_embeddings_says_what_to_use() -> None:
+    model, batch = small_model(), batch_of("sst")
+    model.bert.requires_grad_(False)
+    with pytest.raises(ValueError, match="Use --smart_start embeddings"):
+        Smart(start="logits")(model, batch, model.predict(batch))
+    assert Smart()(model, batch, model.predict(batch)).item() > 0
+
+
+def test_smart_on_kept_vectors_or_in_eval_mode_says_what_it_needs() -> None:
+    model = small_model()
+    kept = Batch("sst", ["a"], (), torch.tensor([1]), (torch.randn(1, 32),))
+    with pytest.raises(ValueError, match=r"needs the embeddings .* Train the encoder"):
+        Smart()(model, kept, model.predict(kept))
+    model.eval()
+    with pytest.raises(ValueError, match="training mode"):
+        Smart()(model, batch_of("sst"), model.predict(batch_of("sst")))
+
+
+# --- divergences ------------------------------------------------------------------------------------------------------
+
+
+def distribution(kind: str, logits: Tensor) -> np.ndarray:
+    x = logits.detach().double().numpy()
+    if kind == "category":
+        return np.exp(x) / np.exp(x).sum(axis=1, keepdims=True)
+    if kind == "number":
+        x = 0.8 * (x - 2.5)
+    p = 1 / (1 + np.exp(-x))
+    return np.concatenate([p, 1 - p], axis=1)
+
+
+def oracle_kl(kind: str, reference: Tensor, other: Tensor) -> np.ndarray:
+    p, q = distribution(kind, reference), distribution(kind, other)
+    return (p * np.log(p / q)).sum(axis=1)
+
+
+def oracle(kind: str, reference: Tensor, other: Tensor) -> np.ndarray:
+    """The paper's l_s."""
+    if kind == "number":
+        return ((reference - other).detach().double().numpy() ** 2).sum(axis=1)
+    return oracle_kl(kind, reference, other) + oracle_kl(kind, other, reference)
+
+
+@pytest.mark.parametrize("kind", ["category", "probability", "number"])
+def test_divergences_equal_their_definitions(kind: str) -> None:
+    torch.manual_seed(0)
+    a, b = (3 * torch.randn(50, 5 if kind == "category" else 1) for _ in range(2))
+    both = oracle_kl(kind, a, b) + oracle_kl(kind, b, a)
+    np.testing.assert_allclose(smart.kl(kind, a, b).numpy(), oracle_kl(kind, a, b), rtol=1e-9)
+    np.testing.assert_allclose(smart.symmetrized_kl(kind, a, b).numpy(), both, rtol=1e-9)
+    np.testing.assert_allclose(smart.smart_divergence(kind, a, b).numpy(), oracle(kind, a, b), rtol=1e-6)
+
+
+def test_the_divergence_of_one_logit_is_that_of_two_categories() -> None:
+    a, b = torch.randn(2, 20, 1).unbind()
+    two = [torch.cat([x, torch.zeros_like(x)], dim=1) for x in (a, b)]
+    torch.testing.assert_close(smart.kl("probability", a, b), smart.kl("category", *two))
+
+
+@pytest.mark.parametrize("divergence", [smart.kl, smart.symmetrized_kl, smart.smart_divergence])
+@pytest.mark.parametrize("kind", ["category", "probability", "number"])
+def test_divergences_of_extreme_and_of_nearly_equal_logits_are_finite_and_resolved(kind: str, divergence) -> None:
+    C = 5 if kind == "category" else 1
+    a = torch.full((1, C), -200.0)
+    a[0, 0] = 200
+    b = (-a).requires_grad_()
+    value = divergence(kind, a, b)
+    value.sum().backward()
+    assert value.isfinite().all()
+    assert value > 100
+    assert b.grad.isfinite().all()
+    x = torch.linspace(-1, 1, C).view(1, C)
+    y = x.clone()
+    y[0, 0] += 1e-5
+    assert 1e-14 < divergence(kind, x, y).item() < 1e-9  # float32 would lose it to rounding
+
+
+def test_a_number_becomes_a_probability_tangent_to_a_fifth_of_it() -> None:
+    x = torch.tensor([[2.5]], requires_grad=True)
+    p = smart.log_probabilities("number", x)[0, 0].exp()
+    p.backward()
+    assert p.item() == pytest.approx(0.5)
+    assert x.grad.item() == pytest.approx(1 / 5)
+
+
+# --- bregman ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_teacher_is_a_copy_of_the_trainable_parameters() -> None:
+    """TRAPS 24"""
+    model = small_model()
+    model.bert.pooler_dense.weight.requires_grad_(False)
+    teacher = Bregman(model).teacher
+    live = dict(model.named_parameters())
+    assert teacher.keys() == live.keys() - {"bert.pooler_dense.weight"}
+    before = {name: p.clone() for name, p in teacher.items()}
+    moved(model)
+    for name, p in teacher.items():
+        assert p.data_ptr() != live[name].data_ptr()
+        assert torch.equal(p, before[name])
+        assert not torch.equal(p, live[name])
+
+
+def test_an_update_moves_the_teacher_by_momentum() -> None:
+    model = small_model()
+    regularizer = Bregman(model, momentum=0.9)
+    expected = {name: p.double().clone() for name, p in regularizer.teacher.items()}
+    for _ in range(3):
+        moved(model)
+        regularizer.update(model)
+        for name, p in model.named_parameters():
+            expected[name] = 0.9 * expected[name] + 0.1 * p.detach().double()
+    for name, p in regularizer.teacher.items():
+        torch.testing.assert_close(p.double(), expected[name], rtol=1e-6, atol=1e-7)
+        assert not p.requires_grad
+
+
+@pytest.mark.parametrize("task", TASK_NAMES)
+def test_the_term_compares_with_the_teacher_in_eval_mode(task: str) -> None:
+    model, batch = small_model(), batch_of(task)
+    regularizer = Bregman(model, 2.0)
+    model.eval()
+    with torch.no_grad():
+        old = model.predict(batch).logits
+    model.train()
+    moved(model)
+    output = model.predict(batch)
+    found = regularizer(model, batch, output).item()
+    assert found == pytest.approx(2 * oracle(TASKS[task].kind, old, output.logits).mean(), rel=1e-4)
+
+
+@pytest.mark.parametrize("task", TASK_NAMES)
+def test_before_the_first_step_the_term_is_zero_but_for_dropout(task: str) -> None:
+    batch = batch_of(task)
+    for dropout, zero in ((0.0, True), (0.3, False)):
+        model = small_model(dropout)
+        assert (Bregman(model)(model, batch, model.predict(batch)).item() == 0) == zero
+
+
+@pytest.mark.parametrize("task", TASK_NAMES)
+def test_autocast_does_not_serve_live_weights_to_the_teacher(task: str) -> None:
+    """Its cache of half-precision weights goes by parameter, so swapping a parameter's data would not be noticed."""
+    model, batch = small_model(dropout=0), batch_of(task)
+    regularizer = Bregman(model)
+    moved(model)
+    exact = regularizer(model, batch, model.predict(batch)).item()
+    with torch.autocast("cpu", torch.bfloat16):
+        first = model.predict(batch)
+        assert regularizer(model, batch, first).item() == pytest.approx(exact, rel=0.3)
+        assert torch.equal(first.logits, model.predict(batch).logits), "nor the teacher's to the student"
+
+
+def test_a_teacher_of_other_parameters_is_refused() -> None:
+    model = small_model()
+    state = Bregman(model).state_dict()
+    model.heads["sts"].requires_grad_(False)
+    with pytest.raises(ValueError, match=r"heads\.sts\.bias on one side only \(2 in all\)"):
+        Bregman(model).load_state_dict(state)
+
+
+# --- rdrop ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("task", TASK_NAMES)
+def test_rdrop_equals_its_definition(task: str) -> None:
+    model, batch = small_model(dropout=0.2), batch_of(task)
+    output = model.predict(batch)
+    before = torch.get_rng_state()
+    second = model.predict(batch).logits
+    torch.set_rng_state(before)
+    share = 1 if task == "sts" else 1 / 2
+    expected = 3 * share * oracle(TASKS[task].kind, output.logits, second).mean()
+    assert RDrop(3.0)(model, batch, output).item() == pytest.approx(expected, rel=1e-5)
+    assert expected > 0
+
+
+@pytest.mark.parametrize("task", TASK_NAMES)
+def test_rdrop_is_zero_without_dropout(task: str) -> None:
+    model, batch = small_model(dropout=0), batch_of(task)
+    assert RDrop()(model, batch, model.predict(batch)).item() == 0
+
+
+def test_bregman_and_rdrop_run_on_kept_vectors() -> None:
+    """Of a frozen encoder: the head alone is regularized."""
+    model = small_model()
+    model.bert.requires_grad_(False)
+    kept = Batch("sst", list("ab"), (), torch.tensor([1, 0]), (torch.randn(2, 32),))
+    for name in ("bregman", "rdrop"):
+        assert build(name, model)(model, kept, model.predict(kept)).isfinite()
+
+
+# --- flags ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_flags_have_the_papers_numbers() -> None:
+    args = flags()
+    assert args.regularizer == "none"
+    assert (args.smart_weight, args.smart_steps, args.smart_step_size) == (1, 1, 1e-3)
+    assert (args.smart_epsilon, args.smart_sigma, args.smart_norm) == (1e-6, 1e-5, "linf")
+    assert (args.smart_variant, args.bregman_weight, args.bregman_momentum) == (0, 1, 0.99)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["--regularizer", "smarter"],
+        ["--smart_sigma", "0"],
+        ["--smart_epsilon", "0"],
+        ["--smart_steps", "0"],
+        ["--smart_variant", "3"],
+        ["--bregman_momentum", "1.1"],
+        ["--smart_weight", "nan"],
+    ],
+)
+def test_flags_out_of_range_are_refused(given: list[str]) -> None:
+    with pytest.raises(SystemExit):
+        flags(*given)
+
+
+def test_every_flag_reaches_its_regularizer() -> None:
+    names = ["weight", "steps", "step_size", "epsilon", "radius", "sigma"]
+    values = [2.0, 3, 0.004, 0.005, 0.006, 0.007]
+    given = [f"--smart_{name}={value}" for name, value in zip(names, values, strict=True)]
+    model = small_model()
+    more = [
+        "--smart_start=logits",
+        "--smart_norm=l2",
+        "--smart_variant=2",
+        "--bregman_weight=8",
+        "--bregman_momentum=0.9",
+        "--rdrop_weight=10",
+    ]
+    total = build("smart+bregman+rdrop", model, *given, *more)
+    term, bregman, rdrop = total.parts.values()
+    assert [getattr(term, name) for name in names] == values
+    assert math.isclose(term.norm(torch.tensor([3.0, 4.0])).item(), 5)
+    assert (term.inner, term.outer, term.start) == (*VARIANTS[2], STARTS["logits"])
+    assert (bregman.weight, bregman.momentum, bregman.divergence) == (8, 0.9, smart.symmetrized_kl)
+    assert rdrop.weight == 10
