@@ -98,7 +98,8 @@ def train_task(task: Task, args: argparse.Namespace, splits: dict[str, Split], p
     total_steps = -(-len(splits["train"]) // batch_size)
     update = optimizer.build_optimizer(args, model)
     schedule = optimizer.build_schedule(update, args.schedule, total_steps * args.epochs, args.warmup)
-    trainer = Trainer(model, {task.name: cross_entropy}, update, schedule, precision, args.clip)
+    averager = optimizer.build_averager(args, model)
+    trainer = Trainer(model, {task.name: cross_entropy}, update, schedule, precision, args.clip, averager=averager)
 
     def steps(epoch: int) -> Iterator[Step]:
         for batch in training_batches(splits["train"], batch_size, epoch_generator(args.seed, epoch)):

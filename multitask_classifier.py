@@ -202,8 +202,9 @@ def load_splits(args: argparse.Namespace, tokenizer: BertTokenizer, which: tuple
                 repeated_ids=args.repeated_ids and split == "train",
             )
             for split in which
+            if split != "train" or name in args.train_tasks
         }
-        if "train" in which:
+        if "train" in found[name]:
             found[name]["train"] = cut_training_rows(found[name]["train"], args)
         if args.dry_run:
             two_steps = 2 * args.batch_size * args.accumulate
@@ -242,9 +243,9 @@ def build_trainer(args: argparse.Namespace, model: MultitaskBERT, precision: Pre
 
 def open_run(args: argparse.Namespace) -> Run:
     folder = args.runs / args.name
-    data = [
-        p for name in args.tasks for split in ("train", "dev", "test") for p in data_paths(TASKS[name], args, split)
-    ]
+    files = [(name, split) for name in args.tasks for split in ("dev", "test")]
+    files += [(name, "train") for name in args.train_tasks]
+    data = [path for name, split in files for path in data_paths(TASKS[name], args, split)]
     if not args.resume:
         return Run.create(folder, args, data)
     run = Run.reopen(folder)
@@ -253,7 +254,7 @@ def open_run(args: argparse.Namespace) -> Run:
 
 
 def train_multitask(args: argparse.Namespace) -> dict[str, float]:
-    """Trains on all tasks; the run's directory keeps the best epoch. Returns its dev scores."""
+    """Trains; the run's directory keeps the best epoch by the overall score of what trains. Returns its dev scores."""
     args = with_defaults(args)
     validate(args)
     precision = Precision(args.precision, choose_device(args.use_gpu))
@@ -275,30 +276,30 @@ def train_multitask(args: argparse.Namespace) -> dict[str, float]:
             name: {split: keep_vectors(model, rows, args.eval_batch_size, precision) for split, rows in of_task.items()}
             for name, of_task in splits.items()
         }
-    batches = {name: -(-len(of_task["train"]) // args.batch_size) for name, of_task in splits.items()}
-    sampler = sampling.build_sampler(args, batches)
+    training = {name: splits[name]["train"] for name in args.train_tasks}
+    sampler = sampling.build_sampler(args, {n: -(-len(rows) // args.batch_size) for n, rows in training.items()})
 
     def steps(epoch: int) -> Iterator[Step]:
-        sources = {
-            name: endless_batches(of_task["train"], args.batch_size, args.seed, epoch)
-            for name, of_task in splits.items()
-        }
+        sources = {n: endless_batches(rows, args.batch_size, args.seed, epoch) for n, rows in training.items()}
         draws = (tuple(next(sources[name]) for name in names) for names in sampler.steps(epoch))
         return grouped(draws, args.accumulate)
 
     def steps_in(epoch: int) -> int:
         return -(-sum(1 for _ in sampler.steps(epoch)) // args.accumulate)
 
+    select = "overall" if set(args.train_tasks) == set(args.tasks) else "trained"  # what trains decides
+
     def evaluate() -> dict[str, float]:
         scores = {
             name: score(of_task["dev"].task, predict(model, of_task["dev"], args.eval_batch_size, precision))
             for name, of_task in splits.items()
         }
-        return scores | {"overall": overall(scores)}
+        trained = {select: overall({name: scores[name] for name in args.train_tasks})}
+        return scores | {"overall": overall(scores)} | trained
 
     trainer = build_trainer(args, model, precision, sum(steps_in(epoch) for epoch in range(1, args.epochs + 1)))
     best = fit(
-        trainer, steps, evaluate, "overall", args.epochs, run,
+        trainer, steps, evaluate, select, args.epochs, run,
         steps_in=steps_in, patience=args.patience, keep_state=not args.dry_run, resume=args.resume,
     )  # fmt: skip
     print(f"best dev: {score_line({name: best[name] for name in args.tasks})} | {run.folder}", flush=True)
@@ -353,6 +354,7 @@ def build_parser() -> ArgumentParser:
     add("--keep_layers", type=number(int, 1, 1000), help="keep the first n layers of BERT; None: all")
     add("--attention", choices=sorted(ATTENTIONS), default="fastest", help="how attention is computed")
     add("--tasks", nargs="+", choices=sorted(TASKS), default=["sst", "para", "sts"], help="which tasks")
+    add("--train_tasks", nargs="+", choices=sorted(TASKS), help="train on these only, score all; None: as --tasks")
     add("--seed", type=number(int, 0, 2**31), default=11711, help="of weights, batches and dropout")
     add("--epochs", type=number(int, 1, 1000), default=10, help="how often the sampler is run through")
     add("--batch_size", type=number(int, 1, 4096), default=8, help="rows of a task in a step: 64 fits a 12 GB GPU")
@@ -427,6 +429,7 @@ def fill_in(args: argparse.Namespace) -> argparse.Namespace:
                 setattr(args, f"{task.name}_{split}_out", str(args.predictions / f"{task.name}-{split}-output.csv"))
     args.name = args.name or f"{args.option}-{time.strftime('%Y%m%d-%H%M%S')}"
     args.tasks = list(dict.fromkeys(args.tasks))
+    args.train_tasks = list(dict.fromkeys(args.train_tasks or args.tasks))
     return args
 
 
@@ -471,6 +474,9 @@ def validate(args: argparse.Namespace) -> None:
             raise InputError(f"--{key} only works with {needed}, which is not set. Set it, or leave --{key} out.")
     for name in args.tasks:
         validate_task(TASKS[name], args)
+    absent = [name for name in args.train_tasks if name not in args.tasks]
+    if absent:
+        raise InputError(f"--train_tasks must be among --tasks, found {absent[0]}. Add it to --tasks, or leave it out.")
     if args.combiner != "sum":
         validate_surgery(args)
     if args.option == "pretrain":
@@ -508,8 +514,8 @@ def validate_task(task: Task, args: argparse.Namespace) -> None:
 
 def validate_surgery(args: argparse.Namespace) -> None:
     flag = f"--combiner {args.combiner}"
-    if len(args.tasks) < 2:
-        raise InputError(f"{flag} needs at least two tasks, found --tasks {args.tasks[0]}. Use --combiner sum.")
+    if len(args.train_tasks) < 2:
+        raise InputError(f"{flag} needs at least two tasks, found {args.train_tasks[0]} alone. Use --combiner sum.")
     if sampling.SAMPLERS[args.sampler].tasks_per_step == "one" and args.accumulate == 1:
         raise InputError(
             f"{flag} needs at least two tasks in a step; --sampler {args.sampler} gives one. "

@@ -191,9 +191,6 @@ def build_schedule(optimizer: Optimizer, name: str, total_steps: int, warmup: fl
 class NoAverage:
     """The weights as they are; costs nothing."""
 
-    def __init__(self, model: nn.Module, args: argparse.Namespace):
-        pass
-
     def update(self, model: nn.Module) -> None:
         """To be called after every step."""
 
@@ -280,7 +277,7 @@ class StochasticWeightAverage(Average):
 
     def __init__(self, model: nn.Module, args: argparse.Namespace):
         super().__init__(model, args)
-        self.first = round(args.average_start * args.epochs, 6)  # 0.55 * 20 is above 11
+        self.first = round(args.average_start * args.epochs, 6)  # 0.28 * 25 is above 7
         self.epoch = 0
 
     def epoch_end(self, model: nn.Module) -> None:
@@ -296,7 +293,11 @@ class StochasticWeightAverage(Average):
         self.epoch = state["epoch"]
 
 
-AVERAGERS: dict[str, type[NoAverage]] = {"none": NoAverage, "ema": ExponentialAverage, "swa": StochasticWeightAverage}
+AVERAGERS: dict[str, Callable[[nn.Module, argparse.Namespace], NoAverage]] = {
+    "none": lambda model, args: NoAverage(),
+    "ema": ExponentialAverage,
+    "swa": StochasticWeightAverage,
+}
 
 
 def build_averager(args: argparse.Namespace, model: nn.Module) -> NoAverage:

@@ -167,7 +167,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--steps_per_epoch",
         type=number(int, 1, 10**9),
-        help="updates in an epoch; None: as the sampler has. Samplers that do not draw end there at the latest",
+        help="steps in an epoch, before --accumulate; None: as the sampler has. At most, where the order is fixed",
     )
 
 

@@ -100,7 +100,7 @@ class Trainer:
     regularizer: Regularizer = field(default_factory=Regularizer)
     weighting: nn.Module = field(default_factory=lambda: Equal([], {}))
     combiner: GradientCombiner = field(default_factory=lambda: GradientCombiner((), None))
-    averager: NoAverage = field(default_factory=lambda: NoAverage(None, None))
+    averager: NoAverage = field(default_factory=NoAverage)
 
     def update(self, step: Step, seen: Seen, number: int) -> None:
         scaler = self.precision.scaler

@@ -126,9 +126,20 @@ RUNS["full-model"] = ["--fine-tune-mode", "full-model", *RUNS["tuned"][2:]]
 RUNS["other seed"] = [*RUNS["tuned"], "--seed", 1]
 
 
+class Runs(dict[str, Finished]):
+    """Each of RUNS, carried out when it is first asked for."""
+
+    def __init__(self, folder: Path, model: Path):
+        self.folder, self.model = folder, model
+
+    def __missing__(self, name: str) -> Finished:
+        self[name] = run_multitask(self.folder / name, self.model, *RUNS[name])
+        return self[name]
+
+
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path) -> dict[str, Finished]:
-    return {name: run_multitask(tmp_path_factory.mktemp("r"), tiny_checkpoint, *flags) for name, flags in RUNS.items()}
+def runs(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path) -> Runs:
+    return Runs(tmp_path_factory.mktemp("runs"), tiny_checkpoint)
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
@@ -456,7 +467,7 @@ def test_the_shared_pair_layer_is_one_module_for_para_and_sts_and_not_for_sst(
 # --- a frozen BERT ----------------------------------------------------------------------------------------------------
 
 
-def test_a_frozen_bert_sees_every_row_once_in_training_and_once_in_testing(runs: dict[str, Finished]):
+def test_a_frozen_bert_sees_every_row_once_in_training_and_once_in_testing(runs: Runs):
     seen = runs["frozen"].encoded
     sentences = 8 * (1 + 2 + 2)  # a pair has two
     assert sum(rows for rows, _ in seen) == 2 * sentences + 2 * sentences  # train and dev, over three epochs; dev, test
@@ -464,9 +475,7 @@ def test_a_frozen_bert_sees_every_row_once_in_training_and_once_in_testing(runs:
 
 
 @pytest.mark.parametrize("name", ["frozen", "bigru"])
-def test_a_frozen_bert_keeps_its_weights_while_all_else_learns(
-    name: str, runs: dict[str, Finished], tiny_checkpoint: Path
-):
+def test_a_frozen_bert_keeps_its_weights_while_all_else_learns(name: str, runs: Runs, tiny_checkpoint: Path):
     before = BertModel.from_pretrained(str(tiny_checkpoint)).state_dict()
     trained = runs[name].models[0]
     assert same(before, trained.bert.state_dict())
@@ -480,7 +489,7 @@ def test_a_frozen_bert_keeps_its_weights_while_all_else_learns(
     assert any("gru" in k for k in moved) == (name == "bigru")
 
 
-def test_a_trained_pooler_on_a_frozen_bert_sees_its_rows_in_every_epoch(runs: dict[str, Finished]):
+def test_a_trained_pooler_on_a_frozen_bert_sees_its_rows_in_every_epoch(runs: Runs):
     assert sum(rows for rows, _ in runs["bigru"].encoded) == 8 * 5 * (2 + 2 + 2)  # train and dev twice; dev, test
 
 
@@ -502,7 +511,7 @@ HEADERS = {
 
 
 @pytest.mark.parametrize("name", ["frozen", "tuned"])
-def test_a_run_writes_the_six_files_literally_with_ids_in_file_order(name: str, runs: dict[str, Finished]):
+def test_a_run_writes_the_six_files_literally_with_ids_in_file_order(name: str, runs: Runs):
     found = runs[name].predictions()
     assert set(found) == {f"{task}-{split}-output.csv" for task in NAMES for split in ("dev", "test")}
     for file, text in found.items():
@@ -519,7 +528,7 @@ def test_a_run_writes_the_six_files_literally_with_ids_in_file_order(name: str, 
             assert set(values) <= ({f"{grade} " for grade in range(5)} if task == "sst" else {"0.0 ", "1.0 "})
 
 
-def test_a_run_keeps_flags_log_scores_weights_state_and_logits(runs: dict[str, Finished]):
+def test_a_run_keeps_flags_log_scores_weights_state_and_logits(runs: Runs):
     done = runs["tuned"]
     logits = {f"{task}-{split}.npz" for task in NAMES for split in ("dev", "test")}
     kept = {"args.json", "log.jsonl", "dev.json", "model.safetensors", "config.json", "state.pt"}
@@ -538,7 +547,7 @@ def test_a_run_keeps_flags_log_scores_weights_state_and_logits(runs: dict[str, F
     assert state["progress"] == {"epoch": 2, "best_epoch": best["epoch"], "best": best["scores"]}
 
 
-def test_kept_logits_are_those_of_the_kept_weights(runs: dict[str, Finished], tokenizer: BertTokenizer):
+def test_kept_logits_are_those_of_the_kept_weights(runs: Runs, tokenizer: BertTokenizer):
     done = runs["tuned"]
     for task in (SST, PARA, STS):
         for split in ("dev", "test"):
@@ -553,7 +562,7 @@ def test_kept_logits_are_those_of_the_kept_weights(runs: dict[str, Finished], to
     assert same(dict(done.models[1].named_parameters()), dict(done.models[0].named_parameters()))
 
 
-def test_the_usual_tools_load_a_runs_encoder(runs: dict[str, Finished], tokenizer: BertTokenizer):
+def test_the_usual_tools_load_a_runs_encoder(runs: Runs, tokenizer: BertTokenizer):
     transformers = pytest.importorskip("transformers")
     done = runs["tuned"]
     theirs = transformers.AutoModel.from_pretrained(done.run).eval()
@@ -567,7 +576,7 @@ def test_the_usual_tools_load_a_runs_encoder(runs: dict[str, Finished], tokenize
     assert pieces == tokenizer.encode(["A good film ."])[0].ids
 
 
-def test_a_run_is_a_stem_for_another(runs: dict[str, Finished], tmp_path: Path, capsys: pytest.CaptureFixture):
+def test_a_run_is_a_stem_for_another(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture):
     stem = runs["tuned"].run
     done = run_multitask(tmp_path, stem, "--epochs", 1)  # frozen, so that the stem's weights are seen again
     assert len(done.predictions()) == 6
@@ -580,7 +589,7 @@ def test_a_run_is_a_stem_for_another(runs: dict[str, Finished], tmp_path: Path, 
 
 
 @pytest.mark.parametrize("name", ["frozen", "tuned"])
-def test_predict_only_writes_the_same_files_again(name: str, runs: dict[str, Finished], tmp_path: Path):
+def test_predict_only_writes_the_same_files_again(name: str, runs: Runs, tmp_path: Path):
     done = runs[name]
     log, weights = done.log(), done.weights()
     again = run_multitask(
@@ -591,7 +600,7 @@ def test_predict_only_writes_the_same_files_again(name: str, runs: dict[str, Fin
     assert (done.log(), same(done.weights(), weights)) == (log, True)
 
 
-def test_predict_only_without_more_writes_where_the_run_wrote(runs: dict[str, Finished]):
+def test_predict_only_without_more_writes_where_the_run_wrote(runs: Runs):
     done = runs["frozen"]
     before = done.predictions()
     for path in (done.folder / "predictions").iterdir():
@@ -600,7 +609,7 @@ def test_predict_only_without_more_writes_where_the_run_wrote(runs: dict[str, Fi
     assert done.predictions() == before
 
 
-def test_predict_only_takes_other_data(runs: dict[str, Finished], tmp_path: Path):
+def test_predict_only_takes_other_data(runs: Runs, tmp_path: Path):
     write_task_files(tmp_path / "data", rows=5)
     kept = {path.name: path.read_bytes() for path in runs["frozen"].run.glob("*.npz")}
     given = ["--data", tmp_path / "data", "--predictions", tmp_path / "predictions"]
@@ -611,7 +620,7 @@ def test_predict_only_takes_other_data(runs: dict[str, Finished], tmp_path: Path
         (runs["frozen"].run / name).write_bytes(content)
 
 
-def test_predict_only_takes_one_other_file_and_leaves_the_rest(runs: dict[str, Finished], tmp_path: Path):
+def test_predict_only_takes_one_other_file_and_leaves_the_rest(runs: Runs, tmp_path: Path):
     write_task_files(tmp_path / "data", rows=3)
     done = runs["tuned"]
     given = ["--sst_test", tmp_path / "data" / "ids-sst-test-student.csv", "--predictions", tmp_path / "predictions"]
@@ -621,7 +630,7 @@ def test_predict_only_takes_one_other_file_and_leaves_the_rest(runs: dict[str, F
     assert {k: v for k, v in again.predictions().items() if k != "sst-test-output.csv"} == same_files
 
 
-def test_a_run_of_a_gpu_is_read_without_one(runs: dict[str, Finished], tmp_path: Path):
+def test_a_run_of_a_gpu_is_read_without_one(runs: Runs, tmp_path: Path):
     path = runs["tuned"].run / "args.json"
     before = path.read_text()
     facts = json.loads(before)
@@ -635,12 +644,12 @@ def test_a_run_of_a_gpu_is_read_without_one(runs: dict[str, Finished], tmp_path:
 # --- seeds, tasks, rows -----------------------------------------------------------------------------------------------
 
 
-def test_the_same_seed_gives_the_same_weights_and_files_under_either_name_of_the_option(runs: dict[str, Finished]):
+def test_the_same_seed_gives_the_same_weights_and_files_under_either_name_of_the_option(runs: Runs):
     assert same(runs["tuned"].weights(), runs["full-model"].weights())
     assert runs["tuned"].predictions() == runs["full-model"].predictions()
 
 
-def test_another_seed_gives_other_weights(runs: dict[str, Finished]):
+def test_another_seed_gives_other_weights(runs: Runs):
     assert runs["tuned"].weights().keys() == runs["other seed"].weights().keys()
     assert not same(runs["tuned"].weights(), runs["other seed"].weights())
 

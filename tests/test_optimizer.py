@@ -286,11 +286,11 @@ def test_swa_is_the_plain_mean_of_the_epochs_from_its_start_on(start: float, fir
 
 
 def test_swa_starts_on_the_epoch_that_was_asked_for_in_spite_of_rounding() -> None:
-    args = average_flags("swa", average_start=0.55)
-    args.epochs = 20
+    args = average_flags("swa", average_start=0.28)
+    args.epochs = 25
     model = two_layers()
     averager = build_averager(args, model)
-    for _ in range(11):
+    for _ in range(7):
         assert averager.count == 0
         averager.epoch_end(model)
     assert averager.count == 1
