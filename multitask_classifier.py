@@ -345,7 +345,11 @@ def test_multitask(args: argparse.Namespace) -> None:
 
 
 def build_parser() -> ArgumentParser:
-    parser = ArgumentParser(prog="multitask_classifier.py", description=__doc__.splitlines()[0])
+    parser = ArgumentParser(
+        prog="multitask_classifier.py",
+        usage="multitask_classifier.py [@recipes/FILE.txt] [flags; later ones win]",
+        description=__doc__.splitlines()[0],
+    )
     add = parser.add_argument
     add("--option", choices=("pretrain", "finetune"), default="pretrain", help="pretrain: BERT is frozen")
     add("--fine-tune-mode", dest="option", type=fine_tune_mode, metavar="{" + ",".join(FINE_TUNE_MODES) + "}",

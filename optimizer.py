@@ -311,7 +311,7 @@ def build_averager(args: argparse.Namespace, model: nn.Module) -> NoAverage:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("optimization")
     rate = number(float, 0, 1, above=True)
-    group.add_argument("--lr", type=rate, help="learning rate; None: 1e-3 with a frozen encoder, 1e-5 otherwise")
+    group.add_argument("--lr", type=rate, help="learning rate; classifier.py has 1e-3 for a frozen encoder, else 1e-5")
     group.add_argument("--head_lr", type=rate, help="learning rate outside the encoder; None: as --lr")
     group.add_argument(
         "--layer_decay", type=rate, default=1.0, help="factor on the rate from each layer to the one below"

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
@@ -61,6 +61,10 @@ class ArgumentParser(argparse.ArgumentParser):
             allow_abbrev=False,
             **options,
         )
+
+    def error(self, message: str) -> NoReturn:
+        """One line, as for every other mistake, instead of all flags and then the line."""
+        self.exit(2, f"error: {message.rstrip('.')}. See {self.prog} --help.\n")
 
     def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
         return arg_line.partition("#")[0].split()
