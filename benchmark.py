@@ -330,10 +330,10 @@ class _TwoPasses(MultitaskBERT):
     """As the starter's readers write it: each sentence of a pair goes through BERT on its own."""
 
     def predict_paraphrase(self, *tensors: Tensor) -> Tensor:
-        return self.logits("para", (self(*tensors[:2]), self(*tensors[2:])))
+        return self.logits("para", (self(*tensors[:2]), self(*tensors[2:])), ((0, 1),))
 
     def predict_similarity(self, *tensors: Tensor) -> Tensor:
-        return self.logits("sts", (self(*tensors[:2]), self(*tensors[2:])))
+        return self.logits("sts", (self(*tensors[:2]), self(*tensors[2:])), ((0, 1),))
 
 
 def _starter_epoch(flags: argparse.Namespace, folder: Path) -> None:

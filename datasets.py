@@ -260,13 +260,14 @@ class Split:
     columns: tuple[Ragged, ...]
     labels: Tensor | None
     padding_id: int
+    views: tuple[tuple[int, ...], ...] = SINGLE.views
     vectors: tuple[Tensor, ...] | None = None  # a frozen encoder's output for every row
 
     @classmethod
     def tokenize(cls, examples: Examples, tokenizer: BertTokenizer, pairing: Pairing = SINGLE) -> Self:
         columns = pairing.tokenize(tokenizer, examples.texts)
         labels = None if examples.labels is None else torch.tensor(examples.labels)
-        return cls(examples.task, examples.ids, columns, labels, tokenizer.pad_token_id)
+        return cls(examples.task, examples.ids, columns, labels, tokenizer.pad_token_id, pairing.views)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -288,6 +289,7 @@ class Split:
             () if kept else tuple(column.pad(rows, self.padding_id) for column in self.columns),
             None if self.labels is None else self.labels[rows],
             tuple(v[rows] for v in self.vectors) if kept else None,
+            self.views,
         )
 
     def select(self, rows: Tensor) -> Self:

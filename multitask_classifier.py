@@ -62,7 +62,8 @@ class MultitaskBERT(nn.Module):
         self.bert.checkpoint_activations = flags.checkpoint_activations
         self.frozen = flags.option == "pretrain"
         self.bert.requires_grad_(not self.frozen)
-        self.pairings = {name: pairing_of(TASKS[name], flags) for name in flags.tasks}
+        self.pairings = {name: pairing_of(TASKS[name], flags, "train") for name in flags.tasks}
+        self.dev_pairings = {name: pairing_of(TASKS[name], flags, "dev") for name in flags.tasks}
         H, dropout = self.bert.config.hidden_size, flags.hidden_dropout_prob
         self.poolers = nn.ModuleDict()
         self.heads = nn.ModuleDict()
@@ -102,11 +103,10 @@ class MultitaskBERT(nn.Module):
         hidden = self.bert.encode(embeddings, mask)  # (R, T, H)
         return self.poolers[batch.task](hidden, mask).chunk(len(batch.sentences))
 
-    def logits(self, task: str, vectors: tuple[Tensor, ...]) -> Tensor:
-        """(B, C): the mean over the pairing's views, of which there are two where pairs are scored both ways."""
+    def logits(self, task: str, vectors: tuple[Tensor, ...], views: tuple[tuple[int, ...], ...]) -> Tensor:
+        """(B, C): the mean over the views, of which there are two where pairs are scored both ways."""
         if len(TASKS[task].text_columns) == 2:
             vectors = tuple(map(self.shared_pair_layer, vectors))
-        views = self.pairings[task].views
         scored = [self.heads[task](*(vectors[i] for i in view)) for view in views]
         return sum(scored[1:], start=scored[0]) / len(views)
 
@@ -115,13 +115,13 @@ class MultitaskBERT(nn.Module):
     ) -> Output:
         """embeddings: use these instead of the batch's own. random_state: with the dropout masks of an earlier pass."""
         if batch.vectors is not None:
-            return Output(self.logits(batch.task, batch.vectors), batch.vectors)
+            return Output(self.logits(batch.task, batch.vectors, batch.views), batch.vectors)
         if embeddings is None:
             embeddings = self.embed(batch)
         state = random_states(embeddings.device) if self.training and random_state is None else random_state
         with replayed(random_state, embeddings.device):
             vectors = self.vectors(batch, embeddings)
-            return Output(self.logits(batch.task, vectors), vectors, embeddings, state)
+            return Output(self.logits(batch.task, vectors, batch.views), vectors, embeddings, state)
 
     # The handout's signatures.
 
@@ -150,13 +150,19 @@ class MultitaskBERT(nn.Module):
 
     def _batch(self, task: str, *given: tuple[Tensor, Tensor]) -> Batch:
         sentences = tuple(Encoded(ids, mask, torch.zeros_like(ids)) for ids, mask in given)
-        if len(sentences) == 2:
-            sentences = self.pairings[task].join(*sentences, self.bert.config.max_position_embeddings)
-        return Batch(task, [], sentences, None)
+        if len(sentences) == 1:
+            return Batch(task, [], sentences, None)
+        pairing = (self.pairings if self.training else self.dev_pairings)[task]
+        joined = pairing.join(*sentences, self.bert.config.max_position_embeddings)
+        return Batch(task, [], joined, None, views=pairing.views)
 
 
-def pairing_of(task: Task, flags: argparse.Namespace) -> Pairing:
-    return PAIRINGS[chosen(flags, task.name, "pairing")] if len(task.text_columns) == 2 else SINGLE
+def pairing_of(task: Task, flags: argparse.Namespace, split: str) -> Pairing:
+    if len(task.text_columns) == 1:
+        return SINGLE
+    name = chosen(flags, task.name, "pairing")
+    both_ways = flags.symmetric and split != "train"
+    return PAIRINGS[f"{name.removesuffix('_symmetric')}_symmetric" if both_ways else name]
 
 
 def chosen(flags: argparse.Namespace, task: str, what: str) -> str:
@@ -196,7 +202,7 @@ def load_splits(args: argparse.Namespace, tokenizer: BertTokenizer, which: tuple
                 task,
                 data_paths(task, args, split),
                 tokenizer,
-                pairing_of(task, args),
+                pairing_of(task, args, split),
                 labeled=split != "test",
                 strict=args.strict_data,
                 repeated_ids=args.repeated_ids and split == "train",
@@ -387,6 +393,11 @@ def build_parser() -> ArgumentParser:
 def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("from tokens to scores, for all tasks or one by one").add_argument
     add("--pairing", choices=sorted(PAIRINGS), default="bi", help="bi: sentences apart; cross: joined before padding")
+    add(
+        "--symmetric",
+        action="store_true",
+        help="score pairs of dev and test both ways, (a, b) and (b, a); take the mean",
+    )
     add("--pooling", choices=sorted(heads.POOLERS), default="pooler", help="a sentence's vector from its tokens'")
     add("--head", choices=sorted(heads.HEADS), default="linear", help="scores from vectors")
     add("--share_pair_layer", action="store_true", help="one layer between the poolers and all heads of pairs")
@@ -489,6 +500,8 @@ def validate(args: argparse.Namespace) -> None:
         raise InputError(
             "--share_pair_layer needs two tasks on pairs in --tasks, para and sts. Add one, or leave it out."
         )
+    if args.symmetric and not any(len(TASKS[name].text_columns) == 2 for name in args.tasks):
+        raise InputError("--symmetric needs a task on pairs in --tasks, para or sts. Add one, or leave it out.")
     if args.resume and args.predict_only:
         raise InputError("--resume and --predict_only exclude each other: one trains, the other does not. Choose one.")
     if args.dry_run and (args.resume or args.predict_only):
@@ -504,7 +517,7 @@ def validate_task(task: Task, args: argparse.Namespace) -> None:
     head, remedy = heads.HEADS[name], f"Use --{task.name}_head linear or mlp."
     if head.needs_pair and len(task.text_columns) == 1:
         raise InputError(f"--{task.name}_head {name} compares two sentences, but {task.name} has one. {remedy}")
-    if head.needs_pair and len(pairing_of(task, args).views[0]) == 1:
+    if head.needs_pair and len(pairing_of(task, args, "train").views[0]) == 1:
         pairing = chosen(args, task.name, "pairing")
         raise InputError(
             f"--{task.name}_head {name} compares two vectors, but --{task.name}_pairing {pairing} makes one of a pair. "

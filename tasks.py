@@ -79,6 +79,7 @@ class Batch:
     sentences: tuple[Encoded, ...]  # one, or two for a bi-encoded pair; empty where vectors are kept
     labels: Tensor | None  # (B,)
     vectors: tuple[Tensor, ...] | None = None  # the frozen encoder's output (B, H), computed once
+    views: tuple[tuple[int, ...], ...] = ((0,),)  # a head sees the vectors of each view; the logits' mean counts
 
     def to(self, device: torch.device) -> Self:
         def move(tensor: Tensor) -> Tensor:

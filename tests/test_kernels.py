@@ -8,6 +8,43 @@ import torch
 import torch.nn.functional as F
 
 import kernels
+from optimizer import AdamW
+
+
+def test_the_compiled_loops_serve_dense_float32_on_the_cpu_outside_torch_compile(monkeypatch) -> None:
+    x = torch.ones(4, 3)
+    assert kernels.runs_here(x)
+    assert kernels.runs_here(x, torch.ones(2))
+    for other in (x.t(), x[:, :2], x.double(), x.bfloat16(), x.to("meta")):
+        assert not kernels.runs_here(other)
+        assert not kernels.runs_here(x, other), "one that does not fit is enough"
+        assert not kernels.runs_here(other, x)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert not kernels.runs_here(x)
+
+
+def test_adamw_takes_a_strided_gradient_by_torchs_route(monkeypatch) -> None:
+    loop, sizes = kernels.adamw, []
+    monkeypatch.setattr(kernels, "adamw", lambda theta, *rest: (sizes.append(theta.numel()), loop(theta, *rest)))
+
+    def train(strided: bool) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        parameters = [torch.nn.Parameter(torch.randn(6, 4, generator=generator)) for _ in range(2)]
+        parameters.append(torch.nn.Parameter(torch.randn(5, generator=generator)))
+        update = AdamW(parameters, lr=1e-2, weight_decay=0.1)
+        for _ in range(3):
+            for p in parameters:
+                p.grad = torch.randn(p.shape, generator=generator)
+            if strided:
+                parameters[0].grad = parameters[0].grad.t().contiguous().t()  # the same numbers, column by column
+            update.step()
+        return parameters
+
+    found = train(strided=True)
+    assert sizes == [24, 5] * 3, "the others stay on the compiled loop"
+    monkeypatch.setattr(kernels, "runs_here", lambda *tensors: False)
+    for a, b in zip(found, train(strided=False), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize("p", [0.1, 0.3, 0.5, 0.9])
@@ -76,6 +113,40 @@ def test_dropout_takes_strided_input_and_other_types() -> None:
     assert kernels.dropout(torch.ones(4, dtype=torch.bfloat16), 0.5, True).dtype == torch.bfloat16
 
 
+def test_dropout_of_a_strided_input_equals_that_of_its_contiguous_copy(monkeypatch) -> None:
+    def not_here(*args: object) -> None:
+        raise AssertionError("left the compiled loop")
+
+    monkeypatch.setattr(F, "dropout", not_here)
+    strided = torch.randn(30, 50).t().requires_grad_()
+    copy = strided.detach().contiguous().requires_grad_()
+    factor = torch.randn(30, 50)
+    results = []
+    for x in (strided, copy):
+        torch.manual_seed(5)
+        y = kernels.dropout(x, 0.3, True)
+        (y.t() * factor).sum().backward()  # the gradient of y is strided, too
+        results.append(y)
+    assert torch.equal(*results)
+    assert torch.equal(strided.grad, copy.grad)
+    torch.testing.assert_close(copy.grad, torch.where(results[1] == 0, 0.0, factor.t() / 0.7))
+
+
+@pytest.mark.parametrize("bit", [30, 31, 32, 33, 61])
+def test_every_bit_of_a_dropout_seed_changes_the_mask(bit: int) -> None:
+    first, second = (kernels._Dropout.apply(torch.ones(10_000), 0.5, seed) for seed in (7, 7 + 2**bit))
+    assert 0.4 < (first != second).float().mean().item() < 0.6
+
+
+def test_dropout_draws_seeds_from_more_than_32_bits(monkeypatch) -> None:
+    seeds = []
+    monkeypatch.setattr(kernels._Dropout, "apply", lambda x, p, seed: seeds.append(seed))
+    for _ in range(20):
+        kernels.dropout(torch.ones(2), 0.5, True)
+    assert 2**48 < max(seeds) < 2**63
+    assert len(set(seeds)) == 20
+
+
 def test_lookup_equals_torchs_embedding_forward_and_backward() -> None:
     ids = torch.tensor([[3, 1, 0, 3], [3, 9, 0, 0]])  # a repeated row, and padding
     weights = [torch.randn(10, 6, generator=torch.Generator().manual_seed(0)).requires_grad_() for _ in range(2)]
@@ -87,6 +158,19 @@ def test_lookup_equals_torchs_embedding_forward_and_backward() -> None:
     (expected * factor).sum().backward()
     torch.testing.assert_close(weights[0].grad, weights[1].grad)
     assert not weights[0].grad[0].any(), "the padding row gets no gradient"
+
+
+@pytest.mark.parametrize("kind", ["float64", "strided"])
+def test_lookup_without_the_compiled_loops_gives_the_padding_row_no_gradient(kind: str) -> None:
+    matrix = torch.randn(6, 10, generator=torch.Generator().manual_seed(0)).t()
+    weight = (matrix.contiguous().double() if kind == "float64" else matrix).requires_grad_()
+    assert not kernels.runs_here(weight)
+    ids = torch.tensor([[3, 1, 2, 3], [3, 9, 2, 2]])
+    found = kernels.lookup(weight, ids, 2)
+    assert torch.equal(found, weight[ids]), "its row is looked up like any other"
+    found.sum().backward()
+    counts = torch.tensor([0, 1, 0, 3, 0, 0, 0, 0, 0, 1], dtype=weight.dtype)  # of each row, but for padding
+    assert torch.equal(weight.grad, counts[:, None].expand(10, 6))
 
 
 def random_vectors(K: int, n: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:

@@ -432,6 +432,50 @@ def test_symmetric_pairings_and_no_others_score_both_orders_alike(pairing: str, 
         assert torch.allclose(there, back, atol=1e-6) == pairing.endswith("_symmetric")
 
 
+def kept_logits(path: Path) -> np.ndarray:
+    return np.load(path)["logits"]
+
+
+@pytest.mark.parametrize("regularizer", ["none", "bregman"])
+def test_symmetric_scoring_is_the_mean_of_both_orders_and_leaves_training_alone(
+    regularizer: str, tiny_checkpoint: Path, tmp_path: Path
+):
+    """bregman's teacher is in eval mode, too, but sees training batches."""
+    flags = [*RUNS["tuned"][:2], *RUNS["tuned"][4:], "--epochs", 1, "--regularizer", regularizer]
+    plain = run_multitask(tmp_path / "plain", tiny_checkpoint, *flags)
+    both = run_multitask(tmp_path / "both", tiny_checkpoint, *flags, "--symmetric")
+    ours, theirs = both.weights(), plain.weights()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    turned = tmp_path / "turned"
+    write_task_files(turned)
+    path = turned / PARA.filename("dev")
+    header, *rows = (line.split("\t") for line in path.read_text().splitlines())
+    first, second = header.index("sentence1"), header.index("sentence2")
+    for row in rows:
+        row[first], row[second] = row[second], row[first]
+    path.write_text("".join("\t".join(row) + "\n" for row in (header, *rows)))
+    straight = kept_logits(plain.run / "para-dev.npz")
+    flags = ["--predict_only", "--run", plain.run, "--predictions", tmp_path / "out", "--data", turned]
+    run_multitask(tmp_path / "plain", tiny_checkpoint, *flags)
+    other_way = kept_logits(plain.run / "para-dev.npz")
+    assert not np.allclose(straight, other_way)
+    np.testing.assert_allclose(kept_logits(both.run / "para-dev.npz"), (straight + other_way) / 2, atol=1e-5)
+
+
+def test_train_tasks_train_alone_while_all_are_scored(tiny_checkpoint: Path, tmp_path: Path):
+    flags = ["--option", "finetune", "--epochs", 2, "--lr", "1e-3", "--train_tasks", "para"]
+    done = run_multitask(tmp_path, tiny_checkpoint, *flags)
+    assert len(done.predictions()) == 6
+    assert all(line["losses"].keys() == {"para"} for line in done.log())
+    assert all(line["scores"]["trained"] == line["scores"]["para"] for line in done.log())
+    trained = done.models[0]
+    torch.manual_seed(get_args([]).seed)
+    fresh = MultitaskBERT(get_args(["--model", str(tiny_checkpoint)]))
+    for name in NAMES:
+        same = torch.equal(trained.heads[name].linear.weight, fresh.heads[name].linear.weight)
+        assert same == (name != "para"), name
+
+
 def test_pairing_pooling_and_head_are_chosen_task_by_task(build: Build):
     flags = {
         "pairing": "cross",

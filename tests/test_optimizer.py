@@ -15,7 +15,16 @@ import optimizer
 from bert import BertModel
 from classifier import BertSentimentClassifier
 from config import BertConfig
-from optimizer import AVERAGERS, SCHEDULES, AdamW, NoAverage, build_averager, build_schedule, parameter_groups
+from optimizer import (
+    AVERAGERS,
+    SCHEDULES,
+    AdamW,
+    NoAverage,
+    build_averager,
+    build_optimizer,
+    build_schedule,
+    parameter_groups,
+)
 
 ROUTES = {"one pass": kernels.runs_here, "multi-tensor": lambda *tensors: False}
 
@@ -116,6 +125,41 @@ def test_impossible_settings_are_refused(wrong) -> None:
         AdamW([torch.nn.Parameter(torch.ones(1))], **wrong)
 
 
+def test_a_sparse_gradient_is_refused() -> None:
+    embedding = torch.nn.Embedding(5, 3, sparse=True)
+    before = embedding.weight.detach().clone()
+    embedding(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(RuntimeError, match="needs dense gradients, found a sparse one"):
+        AdamW(embedding.parameters()).step()
+    assert torch.equal(embedding.weight, before)
+
+
+def test_step_runs_the_closure_with_gradients_enabled_and_returns_its_loss() -> None:
+    p = torch.nn.Parameter(torch.full((3,), 2.0))
+    update = AdamW([p], lr=0.1)
+    losses = []
+
+    def closure() -> torch.Tensor:
+        update.zero_grad()
+        losses.append((p**2).sum())
+        losses[-1].backward()
+        return losses[-1]
+
+    with torch.no_grad():  # step itself enables them
+        returned = update.step(closure)
+    assert len(losses) == 1
+    assert returned is losses[0]
+    assert returned.item() == 12
+    assert p[0].item() == pytest.approx(1.9, abs=1e-5), "the step is made with the closure's gradient"
+    assert update.step() is None
+
+
+def test_the_default_settings_are_the_handouts() -> None:
+    (group,) = AdamW([torch.nn.Parameter(torch.ones(1))]).param_groups
+    defaults = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 0.0, "correct_bias": True}
+    assert {k: v for k, v in group.items() if k != "params"} == defaults
+
+
 def small_model(frozen: bool = False) -> BertSentimentClassifier:
     shape = {"vocab_size": 50, "hidden_size": 8, "num_hidden_layers": 3, "num_attention_heads": 2}
     return BertSentimentClassifier(BertModel(BertConfig(**shape, intermediate_size=16)), 5, 0.1, frozen)
@@ -139,6 +183,44 @@ def test_every_trainable_parameter_is_in_one_group_with_its_own_rate_and_decay()
     assert rate_of(groups, bert.bert_layers[0].out_layer_norm.weight)[1] == 0.0
     assert rate_of(groups, bert.word_embedding.weight) == (pytest.approx(0.125e-2), 0.1)
     assert rate_of(groups, bert.embed_layer_norm.weight) == (pytest.approx(0.125e-2), 0.0)
+
+
+def test_without_head_lr_the_heads_learn_at_lr() -> None:
+    model = small_model()
+    groups = parameter_groups(model, 1e-2, layer_decay=0.5)
+    assert rate_of(groups, model.linear.weight) == rate_of(groups, model.linear.bias) == (1e-2, 0.0)
+    assert len(parameter_groups(model, 1e-2)) == 1
+
+
+def test_weight_decay_reaches_biases_and_layer_norm_unless_it_is_for_matrices_only() -> None:
+    model = small_model()
+    layer = model.bert.bert_layers[0]
+    vectors = [model.linear.bias, layer.out_dense.bias, layer.out_layer_norm.weight, layer.out_layer_norm.bias]
+    everything = parameter_groups(model, 1e-2, weight_decay=0.1)
+    matrices = parameter_groups(model, 1e-2, weight_decay=0.1, decay_matrices_only=True)
+    assert [rate_of(everything, p)[1] for p in (model.linear.weight, *vectors)] == [0.1] * 5
+    assert [rate_of(matrices, p)[1] for p in (model.linear.weight, *vectors)] == [0.1] + [0.0] * 4
+
+
+@pytest.mark.parametrize(
+    ("flags", "matrix", "bias", "lowest", "head"),  # (lr, weight decay) of four parameters
+    [
+        ("", (0.01, 0), (0.01, 0), (0.01, 0), (0.01, 0)),
+        ("--head_lr 0.5", (0.01, 0), (0.01, 0), (0.01, 0), (0.5, 0)),
+        ("--layer_decay 0.5", (0.01, 0), (0.01, 0), (0.0025, 0), (0.01, 0)),
+        ("--weight_decay 0.1", (0.01, 0.1), (0.01, 0.1), (0.01, 0.1), (0.01, 0.1)),
+        ("--weight_decay 0.1 --decay_matrices_only", (0.01, 0.1), (0.01, 0), (0.01, 0.1), (0.01, 0.1)),
+    ],
+)
+def test_every_flag_of_the_optimizer_reaches_its_groups(flags: str, matrix, bias, lowest, head) -> None:
+    parser = argparse.ArgumentParser()
+    optimizer.add_arguments(parser)
+    model = small_model()
+    groups = build_optimizer(parser.parse_args(["--lr", "0.01", *flags.split()]), model).param_groups
+    layers = model.bert.bert_layers
+    parameters = layers[2].out_dense.weight, layers[2].out_dense.bias, layers[0].out_dense.weight, model.linear.weight
+    for parameter, expected in zip(parameters, (matrix, bias, lowest, head), strict=True):
+        assert rate_of(groups, parameter) == pytest.approx(expected)
 
 
 def test_frozen_parameters_are_in_no_group() -> None:
@@ -166,6 +248,39 @@ def test_warm_up_rises_to_the_full_rate_and_linear_decay_ends_near_zero() -> Non
     assert max(rates) == rates[10] == 1.0
     assert rates[99] == pytest.approx(1 / 90)
     assert math.isclose(update.param_groups[0]["lr"], 0.0, abs_tol=1e-12)
+
+
+def rates_of_schedule(name: str, total_steps: int, warmup: float, steps: int) -> list[float]:
+    """The learning rates of the first steps, from a full rate of 1."""
+    update = AdamW([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    schedule = build_schedule(update, name, total_steps, warmup)
+    rates = []
+    for _ in range(steps):
+        rates.append(update.param_groups[0]["lr"])
+        update.step()
+        schedule.step()
+    return rates
+
+
+def test_cosine_is_half_a_wave_from_one_to_zero() -> None:
+    """(1 + cos(pi x)) / 2 at the angles whose cosines are known."""
+    known = {0: 1, 1 / 6: (2 + 3**0.5) / 4, 1 / 4: (2 + 2**0.5) / 4, 1 / 3: 3 / 4, 1 / 2: 1 / 2, 2 / 3: 1 / 4, 1: 0}
+    assert {x: SCHEDULES["cosine"](x) for x in known} == pytest.approx(known, abs=1e-12)
+    rates = rates_of_schedule("cosine", 15, 0.2, 16)  # 3 steps of warm-up, then 12 to the end
+    assert [rates[3 + round(12 * x)] for x in known] == pytest.approx(list(known.values()), abs=1e-12)
+
+
+@pytest.mark.parametrize("warmup", [0.0, 0.3])
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+def test_steps_past_the_end_of_a_schedule_stay_at_its_end(name: str, warmup: float) -> None:
+    rates = rates_of_schedule(name, 10, warmup, 25)
+    assert rates[10:] == pytest.approx([1.0 if name == "constant" else 0.0] * 15, abs=1e-12)
+    assert rates[9] > 0, "and the last step of all still learns"
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+def test_a_warm_up_of_all_steps_rises_to_the_last(name: str) -> None:
+    assert rates_of_schedule(name, 4, 1.0, 4) == pytest.approx([0.2, 0.4, 0.6, 0.8])
 
 
 def test_both_routes_agree_on_many_shapes() -> None:

@@ -136,6 +136,23 @@ def test_a_run_that_goes_on_ends_bit_for_bit_like_one_that_was_never_interrupted
     assert whole.out.splitlines()[-6:] == done.out.splitlines()[-6:]
 
 
+def test_a_run_that_goes_on_remembers_its_best_epoch(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    flags = [*TUNED, "--epochs", 3]
+    with monkeypatch.context() as patch:
+        scripted(patch, 0.5, 0.4)
+        interrupted_at(patch, 7)  # the first step of epoch 3
+        with pytest.raises(KeyboardInterrupt):
+            run_multitask(tmp_path, tiny_checkpoint, *flags)
+    best = load_file(tmp_path / "runs" / "r" / "model.safetensors")
+    scripted(monkeypatch, 0.45)
+    done = run_multitask(tmp_path, tiny_checkpoint, *flags, "--resume")
+    assert [line["best"] for line in done.log()] == [True, False, False]
+    assert json.loads((done.run / "dev.json").read_text())["sst"] == 0.5
+    assert same(done.weights(), best)
+
+
 @pytest.fixture
 def finished(tiny_checkpoint: Path, tmp_path: Path) -> Finished:
     return run_multitask(tmp_path, tiny_checkpoint, "--epochs", 1)
