@@ -161,7 +161,7 @@ class Ragged(NamedTuple):
     token_type_ids: Tensor  # (total tokens,)
     lengths: Tensor  # (rows,)
     starts: Tensor  # (rows,)
-    truncated: int  # how many sentences were cut to the tokenizer's maximum
+    truncated: Tensor  # (rows,), whether it was cut to the tokenizer's maximum
 
     @classmethod
     def tokenize(cls, tokenizer: BertTokenizer, sentences: list[str], pairs: list[str] | None = None) -> Self:
@@ -172,7 +172,7 @@ class Ragged(NamedTuple):
             torch.tensor([i for e in encoded for i in e.type_ids], dtype=torch.uint8),
             lengths,
             lengths.cumsum(0) - lengths,
-            sum(bool(e.overflowing) for e in encoded),
+            torch.tensor([bool(e.overflowing) for e in encoded]),
         )
 
     def pad(self, rows: Tensor, padding_id: int) -> Encoded:
@@ -186,7 +186,7 @@ class Ragged(NamedTuple):
 
     def select(self, rows: Tensor) -> Self:
         """Some of the rows; the token ids themselves stay where they are."""
-        return self._replace(lengths=self.lengths[rows], starts=self.starts[rows])
+        return self._replace(lengths=self.lengths[rows], starts=self.starts[rows], truncated=self.truncated[rows])
 
 
 # --- pairs ------------------------------------------------------------------------------------------------------------
@@ -279,7 +279,8 @@ class Split:
 
     @property
     def truncated(self) -> int:
-        return sum(column.truncated for column in self.columns)
+        """Rows of which something was cut."""
+        return int(torch.stack([column.truncated for column in self.columns]).any(dim=0).sum())
 
     def batch(self, rows: Tensor) -> Batch:
         kept = self.vectors is not None

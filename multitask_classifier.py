@@ -177,8 +177,8 @@ def loss_of(flags: argparse.Namespace, task: str) -> str:
 def with_defaults(config: Any) -> argparse.Namespace:
     """The flags' defaults below what `config` says; the starter's fine_tune_mode is our option."""
     given = dict(vars(config))
-    if "fine_tune_mode" in given:
-        given["option"] = fine_tune_mode(given.pop("fine_tune_mode"))
+    if "fine_tune_mode" in given and "option" not in given:
+        given["option"] = fine_tune_mode(given["fine_tune_mode"])
     return fill_in(argparse.Namespace(**(vars(build_parser().parse_args([])) | given)))
 
 
@@ -442,6 +442,9 @@ def fill_in(args: argparse.Namespace) -> argparse.Namespace:
         for split in ("dev", "test"):
             if getattr(args, f"{task.name}_{split}_out") is None:
                 setattr(args, f"{task.name}_{split}_out", str(args.predictions / f"{task.name}-{split}-output.csv"))
+    args.fine_tune_mode = {option: mode for mode, option in FINE_TUNE_MODES.items()}[
+        args.option
+    ]  # the starter reads it
     args.name = args.name or f"{args.option}-{time.strftime('%Y%m%d-%H%M%S')}"
     args.tasks = list(dict.fromkeys(args.tasks))
     args.train_tasks = list(dict.fromkeys(args.train_tasks or args.tasks))
@@ -555,7 +558,7 @@ def validate_frozen(args: argparse.Namespace) -> None:
                 f"{flag} works on the encoder, but --option pretrain, the handout's default, freezes it. "
                 "Use --option finetune, or leave it out."
             )
-    for task in map(TASKS.get, args.tasks):
+    for task in map(TASKS.get, args.train_tasks):
         head, pooling = chosen(args, task.name, "head"), chosen(args, task.name, "pooling")
         shared = args.share_pair_layer and len(task.text_columns) == 2
         if not (heads.HEADS[head].own_parameters or heads.POOLERS[pooling].own_parameters or shared):

@@ -239,10 +239,15 @@ class Run:
 
     @property
     def facts(self) -> dict[str, Any]:
+        path = self.folder / "args.json"
         try:
-            return json.loads((self.folder / "args.json").read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise InputError(f"{self.folder / 'args.json'}: must be JSON; {error}. Train the run again.") from error
+            found = json.loads(path.read_text(encoding="utf-8"))
+            if not all(isinstance(found[table], dict) for table in ("args", "data_sha256")):
+                raise TypeError("it has no table of flags")
+            return found
+        except (ValueError, KeyError, TypeError) as error:
+            reason = f"{error} is missing" if isinstance(error, KeyError) else error
+            raise InputError(f"{path}: must be JSON with a run's flags; {reason}. Train the run again.") from error
 
     def must_match(self, args: argparse.Namespace, data: list[Path], may_differ: set[str]) -> None:
         """Refuses to go on with other flags or other data than the run was started with."""
