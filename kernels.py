@@ -137,28 +137,31 @@ def _gramian_loop(vectors, products):
                 products[block, i, j] = products[block, j, i] = total
 
 
-def gramian(vectors: Sequence[Tensor]) -> Tensor:
-    """Inner products of K tensors of one shape, as a (K, K) float64 tensor on their device.
+def gramian(vectors: Sequence[Tensor]) -> tuple[Tensor, np.ndarray | None]:
+    """Inner products of K tensors of one shape, as a (K, K) float64 tensor on their device; and where they are zero.
 
     Each block's products are summed in float64, which holds the square of any float32, then the blocks' sums in their
-    order: the result does not depend on the number of threads.
+    order: the result does not depend on the number of threads. Second: which blocks are zero in all K tensors, for
+    weighted_sum to pass over, as most of a word embedding's gradient is; None off the kernel.
     """
     if runs_here(*vectors):
         _match_threads()
         blocks = -(-vectors[0].numel() // BLOCK)
         products = np.empty((blocks, len(vectors), len(vectors)))
         _gramian_loop(tuple(v.detach().view(-1).numpy() for v in vectors), products)
-        return torch.from_numpy(products.sum(axis=0))
+        return torch.from_numpy(products.sum(axis=0)), ~np.einsum("bkk->b", products).astype(bool)
     # pieces of a million elements: the copies in float64 stay small beside the gradients themselves
     pieces = zip(*(v.detach().flatten().split(2**20) for v in vectors), strict=True)
     stacks = (torch.stack([part.double() for part in piece]) for piece in pieces)  # each (K, 2^20)
-    return sum(stack @ stack.T for stack in stacks)
+    return sum(stack @ stack.T for stack in stacks), None
 
 
 @numba.njit(parallel=True, fastmath={"contract"}, error_model="numpy", cache=True)
-def _weighted_sum_loop(vectors, weights):
+def _weighted_sum_loop(vectors, weights, zeros):
     out = vectors[0]
     for block in numba.prange(-(-out.size // BLOCK)):
+        if zeros[block]:
+            continue
         start = block * BLOCK
         stop = min(start + BLOCK, out.size)
         total = np.zeros(BLOCK)
@@ -170,15 +173,18 @@ def _weighted_sum_loop(vectors, weights):
             out[start + e] = total[e]
 
 
-def weighted_sum(vectors: Sequence[Tensor], weights: Tensor) -> Tensor:
+def weighted_sum(vectors: Sequence[Tensor], weights: Tensor, zeros: np.ndarray | None = None) -> Tensor:
     """sum_k weights[k] vectors[k], written over the first of them; weights: (K,) float64 on the CPU.
 
-    The sum is taken in float64: the weight of a tiny gradient beside a huge one may lie outside float32.
+    zeros: from gramian, the blocks that need not be touched. The sum is taken in float64: the weight of a tiny
+    gradient beside a huge one may lie outside float32.
     """
     first, *others = vectors
     if runs_here(*vectors):
         _match_threads()
-        _weighted_sum_loop(tuple(v.detach().view(-1).numpy() for v in vectors), weights.numpy())
+        if zeros is None:
+            zeros = np.zeros(-(-first.numel() // BLOCK), dtype=bool)
+        _weighted_sum_loop(tuple(v.detach().view(-1).numpy() for v in vectors), weights.numpy(), zeros)
         return first
     scales = weights.tolist()
     first.mul_(scales[0])

@@ -255,7 +255,9 @@ def open_run(args: argparse.Namespace) -> Run:
     if not args.resume:
         return Run.create(folder, args, data)
     run = Run.reopen(folder)
-    run.must_match(args, data, may_differ={"resume", "runs", "use_gpu", "eval_batch_size", "predict_only", "run"})
+    run.must_match(
+        args, data, may_differ={"resume", "runs", "fine_tune_mode", "use_gpu", "eval_batch_size", "predict_only", "run"}
+    )
     return run
 
 

@@ -15,6 +15,7 @@ from itertools import combinations
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -237,16 +238,16 @@ class GradientCombiner:
         names = tuple(sorted(self.kept))
         if len(names) > 1:
             rows = list(zip(*(self.kept[name] for name in names), strict=True))  # by parameter: K gradients or None
-            weights = self._weights(rows, names, loss_scale)
-            combined = [weighted_sum(row, weights) for row in rows]
+            gramian, zeros = gram_matrix(rows, len(names))
+            weights = self._weights(gramian, names, loss_scale)
+            combined = [weighted_sum(row, weights, blocks) for row, blocks in zip(rows, zeros, strict=True)]
         else:  # nothing to combine: the only task's own, or none
             combined = self.kept[names[0]] if names else []
         for p, gradient in zip(self.shared, combined, strict=bool(names)):
             p.grad = gradient
         self.kept = {}
 
-    def _weights(self, rows: list[tuple[Tensor | None, ...]], names: tuple[str, ...], loss_scale: float) -> Tensor:
-        gramian = gram_matrix(rows, len(names))
+    def _weights(self, gramian: Tensor, names: tuple[str, ...], loss_scale: float) -> Tensor:
         if not gramian.isfinite().all():  # an overflow in one task: its infinity has to reach the scaler's check
             return torch.ones_like(gramian[0])
         self._note(gramian, names, loss_scale)
@@ -280,25 +281,30 @@ class GradientCombiner:
             self.method.load_state_dict(state)
 
 
-def gram_matrix(rows: list[tuple[Tensor | None, ...]], K: int) -> Tensor:
-    """Inner products of K tasks' gradients, None counting as zero; rows: by parameter. Returns (K, K) on the CPU."""
+def gram_matrix(rows: list[tuple[Tensor | None, ...]], K: int) -> tuple[Tensor, list[np.ndarray | None]]:
+    """Inner products of K tasks' gradients, None counting as zero; rows: by parameter.
+
+    Returns (K, K) on the CPU and, for every row, the blocks that are zero in all of its gradients.
+    """
     parts: dict[tuple[int, ...], Tensor] = {}  # by the tasks that have a gradient: one transfer each from a GPU
+    zeros: list[np.ndarray | None] = []
     for row in rows:
         present = tuple(k for k, gradient in enumerate(row) if gradient is not None)
+        zeros.append(None)
         if present:
-            part = kernels.gramian([row[k] for k in present])
+            part, zeros[-1] = kernels.gramian([row[k] for k in present])
             parts[present] = parts[present] + part if present in parts else part
     gramian = torch.zeros(K, K, dtype=torch.float64)
     for present, part in parts.items():
         index = torch.tensor(present)
         gramian[index[:, None], index] += part.cpu()
-    return gramian
+    return gramian, zeros
 
 
-def weighted_sum(row: tuple[Tensor | None, ...], weights: Tensor) -> Tensor | None:
+def weighted_sum(row: tuple[Tensor | None, ...], weights: Tensor, zeros: np.ndarray | None) -> Tensor | None:
     """sum_k weights[k] row[k] in the memory of its first gradient; None if there is none."""
     present = [k for k, gradient in enumerate(row) if gradient is not None]
-    return kernels.weighted_sum([row[k] for k in present], weights[present]) if present else None
+    return kernels.weighted_sum([row[k] for k in present], weights[present], zeros) if present else None
 
 
 # --- flags ------------------------------------------------------------------------------------------------------------

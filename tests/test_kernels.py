@@ -184,7 +184,7 @@ def test_gramian_and_weighted_sum_equal_numpy_in_float64(K: int, n: int) -> None
     vectors = random_vectors(K, n)
     stack = np.stack([v.numpy().astype(np.float64) for v in vectors])
     weights = torch.linspace(-1, 2, K, dtype=torch.float64)
-    np.testing.assert_allclose(kernels.gramian(vectors).numpy(), stack @ stack.T, rtol=1e-12, atol=1e-10)
+    np.testing.assert_allclose(kernels.gramian(vectors)[0].numpy(), stack @ stack.T, rtol=1e-12, atol=1e-10)
     found = kernels.weighted_sum(vectors, weights)
     assert found is vectors[0], "written over the first"
     np.testing.assert_allclose(found.numpy(), weights.numpy() @ stack, rtol=1e-7, atol=1e-15)
@@ -199,9 +199,9 @@ def test_gramian_and_weighted_sum_are_the_same_without_the_compiled_loops(
     vectors = random_vectors(3, 2**20 + 5, dtype)  # more than one piece
     compiled = [v.to(torch.float32, copy=True) for v in vectors]
     weights = torch.tensor([1.5, -0.25, 2.0], dtype=torch.float64)
-    expected = kernels.gramian(compiled), kernels.weighted_sum(compiled, weights)
+    expected = kernels.gramian(compiled)[0], kernels.weighted_sum(compiled, weights)
     monkeypatch.setattr(kernels, "runs_here", lambda *tensors: False)
-    found = kernels.gramian(vectors), kernels.weighted_sum(vectors, weights)
+    found = kernels.gramian(vectors)[0], kernels.weighted_sum(vectors, weights)
     torch.testing.assert_close(found[0], expected[0], rtol=1e-10, atol=1e-8)
     torch.testing.assert_close(found[1].float(), expected[1], rtol=rtol, atol=rtol)
     assert found[1] is vectors[0]
@@ -211,8 +211,8 @@ def test_gramian_takes_strided_and_shaped_tensors() -> None:
     x, y = torch.randn(40, 30), torch.randn(30, 40).t()
     assert not kernels.runs_here(x, y)
     expected = torch.tensor([[(a.double() * b.double()).sum() for b in (x, y)] for a in (x, y)])
-    torch.testing.assert_close(kernels.gramian([x, y]), expected)
-    torch.testing.assert_close(kernels.gramian([x, y.contiguous()]), expected)
+    torch.testing.assert_close(kernels.gramian([x, y])[0], expected)
+    torch.testing.assert_close(kernels.gramian([x, y.contiguous()])[0], expected)
     total = x + 2 * y
     torch.testing.assert_close(kernels.weighted_sum([x, y], torch.tensor([1.0, 2.0]).double()), total)
 
@@ -222,7 +222,7 @@ def test_gramian_does_not_depend_on_the_number_of_threads() -> None:
     vectors, results = random_vectors(3, 300_001), []
     for threads in (1, 2):
         torch.set_num_threads(threads)
-        results.append(kernels.gramian(vectors))
+        results.append(kernels.gramian(vectors)[0])
     torch.set_num_threads(before)
     assert torch.equal(*results)
 
@@ -231,13 +231,32 @@ def test_gramian_does_not_depend_on_the_number_of_threads() -> None:
 def test_gramian_and_weighted_sum_pass_on_what_is_not_finite(bad: float) -> None:
     vectors = random_vectors(2, 5000)
     vectors[1][4321] = bad
-    assert not kernels.gramian(vectors)[1, 1].isfinite()
+    assert not kernels.gramian(vectors)[0][1, 1].isfinite()
     assert not kernels.weighted_sum(vectors, torch.ones(2, dtype=torch.float64))[4321].isfinite()
 
 
 def test_gramian_and_weighted_sum_hold_the_whole_range_of_float32() -> None:
     huge, tiny = torch.full((3000,), 3e38), torch.full((3000,), 1e-44)  # their squares are outside float32
     expected = np.array([float(huge[0]), float(tiny[0])])
-    np.testing.assert_allclose(kernels.gramian([huge, tiny]).numpy(), 3000 * np.outer(expected, expected), rtol=1e-12)
+    np.testing.assert_allclose(
+        kernels.gramian([huge, tiny])[0].numpy(), 3000 * np.outer(expected, expected), rtol=1e-12
+    )
     found = kernels.weighted_sum([huge, tiny], torch.tensor([1e-40, 1e44], dtype=torch.float64))
     np.testing.assert_allclose(found.numpy(), 1e-40 * expected[0] + 1e44 * expected[1], rtol=1e-6)
+
+
+def test_blocks_that_are_zero_in_all_gradients_are_found_and_passed_over() -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.zeros(2, 5 * kernels.BLOCK + 7)
+    rows[0, kernels.BLOCK] = 1e-30  # its square is far below float32, but not zero
+    rows[1, 3 * kernels.BLOCK :] = torch.randn(2 * kernels.BLOCK + 7, generator=generator)
+    weights = torch.tensor([3.0, -2.0], dtype=torch.float64)
+    expected = 3 * rows[0] - 2 * rows[1]
+    vectors = [row.clone() for row in rows]
+    _, zeros = kernels.gramian(vectors)
+    assert zeros.tolist() == [True, False, True, False, False, False]
+    torch.testing.assert_close(kernels.weighted_sum(vectors, weights, zeros), expected)
+    touched = [torch.ones(5 * kernels.BLOCK + 7), torch.zeros(5 * kernels.BLOCK + 7)]
+    kernels.weighted_sum(touched, weights, zeros)
+    assert (touched[0][: kernels.BLOCK] == 1).all(), "a block named zero is left alone"
+    assert (touched[0][kernels.BLOCK : 2 * kernels.BLOCK] == 3).all()
