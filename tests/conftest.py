@@ -3,7 +3,9 @@
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -84,3 +86,37 @@ def run_script(script: str, *flags: object, **environment: str) -> subprocess.Co
         env=os.environ | {"HF_HUB_OFFLINE": "1"} | environment,
         timeout=300,
     )
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """For tensors this small a second thread only costs time."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Finished(NamedTuple):
+    status: int
+    out: str
+    err: str
+
+
+def the_error(finished: Finished) -> str:
+    """The one line that says what is wrong; beside it only notes may stand."""
+    assert finished.status == 2, finished
+    assert "Traceback" not in finished.err
+    lines = finished.err.removesuffix("\n").split("\n")
+    errors = [line for line in lines if line.startswith("error: ")]
+    assert len(errors) == 1, finished.err
+    assert all(line.startswith("note: ") for line in lines if line not in errors), finished.err
+    return errors[0]
+
+
+def assert_refused(finished: Finished, tmp_path: Path, *parts: object) -> None:
+    error = the_error(finished)
+    for part in map(str, parts):
+        assert part in error
+    assert not list((tmp_path / "predictions").glob("*"))
+    assert not (tmp_path / "runs").exists()

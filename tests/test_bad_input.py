@@ -5,13 +5,13 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-from conftest import run_script
+from conftest import Finished, assert_refused, run_script, the_error
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -25,22 +25,10 @@ HEADER = "\tid\tsentence\tsentiment\n"
 A_REMEDY = re.compile(r"[.?)] [A-Z]\w+ ")  # a further sentence after what was found
 
 
-class Finished(NamedTuple):
-    status: int
-    out: str
-    err: str
-
-
 Classify = Callable[..., Finished]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """For tensors this small a second thread only costs time."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
@@ -75,25 +63,6 @@ def classify(flags: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 def in_subprocess(flags: list[str], *more: object) -> Finished:
     done = run_script("classifier.py", *flags, *more, OMP_NUM_THREADS="1")
     return Finished(done.returncode, done.stdout, done.stderr)
-
-
-def the_error(finished: Finished) -> str:
-    """The one line that says what is wrong; beside it only notes may stand."""
-    assert finished.status == 2, finished
-    assert "Traceback" not in finished.err
-    lines = finished.err.removesuffix("\n").split("\n")
-    errors = [line for line in lines if line.startswith("error: ")]
-    assert len(errors) == 1, finished.err
-    assert all(line.startswith("note: ") for line in lines if line not in errors), finished.err
-    return errors[0]
-
-
-def assert_refused(finished: Finished, tmp_path: Path, *parts: object) -> None:
-    error = the_error(finished)
-    for part in map(str, parts):
-        assert part in error
-    assert not list((tmp_path / "predictions").glob("*"))
-    assert not (tmp_path / "runs").exists()
 
 
 def rows(count: int = 8, **changed: str) -> str:

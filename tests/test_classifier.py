@@ -38,13 +38,7 @@ CPU = torch.device("cpu")
 FP32 = Precision("fp32", CPU)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """For tensors this small a second thread only costs time."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # --- the script, end to end -------------------------------------------------------------------------------------------

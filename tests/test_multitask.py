@@ -6,7 +6,7 @@ import itertools
 import json
 import runpy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,13 +33,7 @@ FP32 = Precision("fp32", torch.device("cpu"))
 NAMES = ("sst", "para", "sts")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """For tensors this small a second thread only costs time."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

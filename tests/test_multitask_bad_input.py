@@ -4,13 +4,12 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
-from conftest import run_script, write_task_files
+from conftest import Finished, assert_refused, run_script, the_error, write_task_files
 from safetensors.torch import load_file, save_file
 
 import multitask_classifier
@@ -20,22 +19,10 @@ A_REMEDY = re.compile(r"[.?)] [A-Z]\w+ ")  # a further sentence after what was f
 FILES = {"sst": "ids-sst", "para": "quora", "sts": "sts"}
 
 
-class Finished(NamedTuple):
-    status: int
-    out: str
-    err: str
-
-
 Classify = Callable[..., Finished]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """For tensors this small a second thread only costs time."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def usual_flags(folder: Path, model: Path) -> list[str]:
@@ -64,25 +51,6 @@ def classify(
         return Finished(0, *capsys.readouterr())
 
     return run
-
-
-def the_error(finished: Finished) -> str:
-    """The one line that says what is wrong; beside it only notes may stand."""
-    assert finished.status == 2, finished
-    assert "Traceback" not in finished.err
-    lines = finished.err.removesuffix("\n").split("\n")
-    errors = [line for line in lines if line.startswith("error: ")]
-    assert len(errors) == 1, finished.err
-    assert all(line.startswith("note: ") for line in lines if line not in errors), finished.err
-    return errors[0]
-
-
-def assert_refused(finished: Finished, tmp_path: Path, *parts: object) -> None:
-    error = the_error(finished)
-    for part in map(str, parts):
-        assert part in error
-    assert not list((tmp_path / "predictions").glob("*"))
-    assert not (tmp_path / "runs").exists()
 
 
 # --- impossible flags -------------------------------------------------------------------------------------------------

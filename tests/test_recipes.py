@@ -2,11 +2,9 @@
 
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from conftest import ROOT, run_script, write_task_files
 
 import multitask_classifier
@@ -138,13 +136,7 @@ def test_the_rows_of_a_paper_differ() -> None:
 # --- that they run ----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """A model this small loses more than it gains by a second."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ import itertools
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,13 +39,7 @@ CPU = torch.device("cpu")
 TUNED = ["--option", "finetune", "--lr", "1e-3"]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """For tensors this small a second thread only costs time."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
