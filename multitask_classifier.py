@@ -118,6 +118,8 @@ class MultitaskBERT(nn.Module):
             return Output(self.logits(batch.task, batch.vectors, batch.views), batch.vectors)
         if embeddings is None:
             embeddings = self.embed(batch)
+            if torch.is_grad_enabled() and self.training and not (self.frozen or embeddings.requires_grad):
+                embeddings.requires_grad_()  # frozen ones too: a regularizer may ask for the gradient by them
         state = random_states(embeddings.device) if self.training and random_state is None else random_state
         with replayed(random_state, embeddings.device):
             vectors = self.vectors(batch, embeddings)

@@ -158,13 +158,24 @@ class Smart(Regularizer):
     about 1e-10, which epsilon = 1e-6 would swallow (as in MT-DNN's formula; in smart-pytorch's the step is 1e-3 times
     1e-10, so that its noise would stay random). Perturbed are the embeddings of all tokens, special ones included.
 
-    `start` says where the first noise is. `embeddings`: as above. `logits`: on the clean pass's logits, and v = 0. With
-    u the divergence's gradient by the logits and J the Jacobian of the logits by x, the first g is J^T u in both cases,
-    and at noise of 1e-5 J is the clean pass's: only u differs, for one logit by no more than a factor. It saves a
-    forward pass. It also suits fp16 and bf16 autocast, where 1e-5 on the embeddings is below the layers' resolution: a
-    row whose logits come out the same has no gradient, and its noise stays random (found by minilm on sts in bf16:
-    3.9e-3 from the embeddings, 5.8e-3 from the logits; in fp32 6.0e-3 both). Not in the paper, hence not the default.
+    `start` says where the first noise is. `embeddings`: as above. `logits`, the default: on the clean pass's logits,
+    and v = 0. With u the divergence's gradient by the logits and J the Jacobian of the logits by x, the first g is J^T
+    u in both cases, and at noise of 1e-5 J is the clean pass's: only u differs. Both are one power iteration towards
+    the most sensitive direction (Miyato et al. 2018, arXiv:1704.03976, section 3.3), and in the space of C logits
+    further ones cost nothing: POWER_ITERATIONS of them. For one logit u is a number and nothing differs but its sign.
+    It saves a forward pass and finds as much: 96 dev rows a task, minilm after 6,000 rows of training, squared error
+    for sts, one seed:
+
+        start         SST                para               sts
+        embeddings    5.6e-4             4.6e-4             1.58e-2
+        logits        6.0e-4             4.5e-4             1.60e-2        (without the iterations SST 4.8e-4)
+
+    It also suits fp16 and bf16 autocast, where 1e-5 on the embeddings is below the layers' resolution: a row whose
+    logits come out the same has no gradient, and its noise stays random (found by minilm on sts in bf16: 3.9e-3 from
+    the embeddings, 5.8e-3 from the logits; in fp32 6.0e-3 both). Not in the paper: --smart_start embeddings is.
     """
+
+    POWER_ITERATIONS = 8  # on (B, C) numbers: a thousandth of a pass
 
     def __init__(
         self,
@@ -177,7 +188,7 @@ class Smart(Regularizer):
         sigma: float = 1e-5,
         norm: str = "linf",
         variant: int = 0,
-        start: str = "embeddings",
+        start: str = "logits",
     ):
         self.weight, self.steps, self.step_size, self.epsilon = weight, steps, step_size, epsilon
         self.radius, self.sigma = radius, sigma
@@ -219,15 +230,12 @@ class Smart(Regularizer):
 
     def start_at_logits(self, model: Model, batch: Batch, output: Output, mask: Tensor) -> tuple[Tensor, Tensor]:
         """The same with noise on the clean logits, v = 0: one pass, backward, through the clean pass's own graph."""
-        if not output.embeddings.requires_grad:
-            raise ValueError(
-                "--smart_start logits needs trainable embeddings, as it goes back through the clean pass; found frozen "
-                "ones. Use --smart_start embeddings."
-            )
         clean = output.logits.detach().double()
-        logits = (clean + self.sigma * torch.randn_like(clean)).requires_grad_()
-        divergence = self.inner(TASKS[batch.task].kind, clean, logits)
-        (u,) = torch.autograd.grad(divergence.sum() / self.sigma, logits)  # (B, C)
+        u = torch.randn_like(clean)  # (B, C)
+        for _ in range(self.POWER_ITERATIONS):
+            logits = (clean + self.sigma * F.normalize(u, dim=1)).requires_grad_()
+            divergence = self.inner(TASKS[batch.task].kind, clean, logits)
+            (u,) = torch.autograd.grad(divergence.sum() / self.sigma, logits)
         # The loss goes back through this graph next, so it is kept, and no longer than without us.
         (gradient,) = torch.autograd.grad(
             output.logits, output.embeddings, u.to(output.logits.dtype), retain_graph=True
@@ -371,8 +379,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--smart_radius", type=positive, default=0.01, help="norm of each token's perturbation")
     group.add_argument("--smart_sigma", type=positive, default=1e-5, help="standard deviation of the first noise")
     group.add_argument(
-        "--smart_start", choices=sorted(STARTS), default="embeddings",
-        help="where the first noise is; logits saves a forward pass and suits half precision, but is not in the paper",
+        "--smart_start", choices=sorted(STARTS), default="logits",
+        help="where the first noise is; embeddings: as in the paper, a forward pass more, and not in half precision",
     )  # fmt: skip
     group.add_argument("--smart_norm", choices=sorted(NORMS), default="linf", help="norm of a token's perturbation")
     group.add_argument(
