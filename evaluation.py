@@ -7,6 +7,8 @@ scores the dev files of a directory against the labels.
 
 import argparse
 import re
+import zipfile
+import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -98,6 +100,26 @@ def write_logits(path: Path, predictions: Predictions) -> None:
         arrays["labels"] = predictions.labels
     with atomic_path(path) as temporary, temporary.open("wb") as file:
         np.savez_compressed(file, **arrays)
+
+
+def read_logits(path: Path, task: Task, *, labeled: bool) -> Predictions:
+    """What `write_logits` wrote; anything but a row of finite logits (and a label) for each id is an error."""
+    remedy = f"Predict again: multitask_classifier.py --predict_only --run {path.parent}"
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            ids, logits = file["ids"].tolist(), file["logits"].astype(np.float32)
+            labels = file["labels"] if labeled else None
+    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or str(error).strip("'\"").splitlines()[0]
+        raise InputError(f"{path}: cannot be read as the logits of a run; {reason}. {remedy}") from error
+    if logits.shape != (len(ids), task.num_outputs) or not np.isfinite(logits).all():
+        raise InputError(
+            f"{path}: must have {task.num_outputs} finite logits for each of {len(ids)} ids, found an array of shape "
+            f"{logits.shape}, {int((~np.isfinite(logits)).sum())} of them not finite. {remedy}"
+        )
+    if labels is not None and labels.shape != (len(ids),):
+        raise InputError(f"{path}: must have a label for each of {len(ids)} ids, found {labels.size}. {remedy}")
+    return Predictions(ids, logits, task.decode(torch.from_numpy(logits)).numpy(), labels)
 
 
 class PredictionFile(NamedTuple):

@@ -575,6 +575,9 @@ def validate_frozen(args: argparse.Namespace) -> None:
 def flags_of_run(argv: list[str] | None, folder: Path) -> argparse.Namespace:
     """The flags that a run was trained with, and over them those given now, such as --use_gpu or --data."""
     flags = argparse.Namespace(**Run.reopen(folder).facts["args"])
+    weights = folder / "model.safetensors"
+    if not weights.is_file():  # an ensemble of logits has none
+        raise InputError(f"{weights}: not a whole weights file (none is there). Give a trained run, or a soup.")
     for task in TASKS.values():
         for key in (f"{task.name}_{split}{end}" for split in ("dev", "test") for end in ("", "_out")):
             default = fill_in(build_parser().parse_args(["--data", flags.data, "--predictions", flags.predictions]))

@@ -212,20 +212,26 @@ class Run:
         self.folder = folder
         self.started = time.monotonic()
 
-    @classmethod
-    def create(cls, folder: Path, args: argparse.Namespace, data: list[Path]) -> Self:
+    @staticmethod
+    def must_be_new(folder: Path) -> None:
         if folder.exists():
             raise InputError(
                 f"{folder}: the run exists already. Go on with it by --resume (multitask_classifier.py), give another "
                 "--name, or remove the directory."
             )
+
+    @classmethod
+    def create(cls, folder: Path, args: argparse.Namespace, data: list[Path] | dict[str, str]) -> Self:
+        """data: the files, or their sha256 by path where it is known already."""
+        cls.must_be_new(folder)
+        hashes = data if isinstance(data, dict) else {str(path): sha256_of(path) for path in data}
         writable_directory(folder, "--runs")
         facts = {
             "args": _plain(vars(args)),
             "command": sys.argv,
             "versions": {"python": platform.python_version()} | {p: version(p) for p in PACKAGES},
             "commit": _commit(),
-            "data_sha256": {str(path): sha256_of(path) for path in data},
+            "data_sha256": hashes,
         }
         write_text(folder / "args.json", json.dumps(facts, indent=2) + "\n")
         return cls(folder)

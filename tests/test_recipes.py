@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, run_script, write_task_files
 
+import ensemble
 import multitask_classifier
 from multitask_classifier import build_parser, get_args
 
@@ -38,7 +39,20 @@ def name_of(path: Path) -> str:
 
 
 RECIPES = {name_of(path): path for path in sorted(FOLDER.rglob("*.txt"))}
-PART_2 = [name for name in RECIPES if name not in PART_1]
+
+
+def comment_of(name: str) -> str:
+    return "\n".join(line for line in RECIPES[name].read_text(encoding="utf-8").splitlines() if line.startswith("#"))
+
+
+def script_of(name: str) -> str:
+    """By the comment's command that runs the recipe itself."""
+    return re.search(rf"^# +python (\w+\.py) @recipes/{name}\.txt", comment_of(name), flags=re.M)[1]
+
+
+SCRIPTS = {name: script_of(name) for name in RECIPES if name not in PART_1}
+PART_2 = [name for name, script in SCRIPTS.items() if script == "multitask_classifier.py"]
+ENSEMBLES = [name for name, script in SCRIPTS.items() if script == "ensemble.py"]
 OF_PAPERS = [name for name in PART_2 if name in ROWS]
 TABLE = {
     name: {"paper": paper, "dev": dev, "what": what}
@@ -52,10 +66,6 @@ def flags_in(name: str) -> list[str]:
     """The flags that a recipe's own lines set."""
     lines = (line.partition("#")[0].split() for line in RECIPES[name].read_text(encoding="utf-8").splitlines())
     return [line[0] for line in lines if line]
-
-
-def comment_of(name: str) -> str:
-    return "\n".join(line for line in RECIPES[name].read_text(encoding="utf-8").splitlines() if line.startswith("#"))
 
 
 # --- what there is ----------------------------------------------------------------------------------------------------
@@ -94,7 +104,7 @@ def test_every_recipe_parses_and_is_consistent(name: str) -> None:
     get_args([f"@{RECIPES[name]}"])
 
 
-@pytest.mark.parametrize("name", PART_2)
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_no_flag_is_set_twice_in_a_recipe_and_none_that_is_the_users(name: str) -> None:
     flags = flags_in(name)
     assert len(flags) == len(set(flags))
@@ -113,7 +123,7 @@ def test_our_own_recipes_name_their_model(name: str) -> None:
     assert "--model" in flags_in(name)
 
 
-@pytest.mark.parametrize("name", OF_PAPERS)
+@pytest.mark.parametrize("name", [name for name in RECIPES if name in ROWS])
 def test_a_papers_recipe_cites_paper_and_figures_as_the_table_does(name: str) -> None:
     comment = comment_of(name)
     paper = re.match(r"\d{3}", TABLE[name]["paper"])[0]
@@ -164,6 +174,33 @@ def test_every_recipe_runs_two_steps(
         assert re.search(rf"^{task}: wrote .+{task}-dev-output\.csv, 8 rows", printed, flags=re.M)
     assert printed.endswith("dry run: two steps of everything went through; nothing was kept.\n")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture(scope="module")
+def stems(tiny_checkpoint: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the runs that the recipes for ensemble.py name, trained by the commands in their comments."""
+    folder = tmp_path_factory.mktemp("stems")
+    commands = {c for n in ENSEMBLES for c in re.findall(r"python (multitask_classifier.py @.+)", comment_of(n))}
+    for command in sorted(commands):
+        script, recipe, *flags = (part for part in command.split() if part != "--use_gpu")
+        given = ["--model", tiny_checkpoint, "--data", data, "--predictions", folder / "stems", "--epochs", 1]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(folder)
+            patch.setattr(sys, "argv", [script, f"@{ROOT}/{recipe[1:]}", *flags, *map(str, given)])
+            multitask_classifier.main()
+    return folder
+
+
+@pytest.mark.parametrize("name", ENSEMBLES)
+def test_every_recipe_for_ensembles_runs_on_the_runs_that_it_names(
+    name: str, stems: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(stems)
+    flags = ["--runs", tmp_path / "runs", "--name", "r", "--predictions", tmp_path / "predictions"]
+    monkeypatch.setattr(sys, "argv", ["ensemble.py", f"@{RECIPES[name]}", *map(str, flags)])
+    ensemble.main()
+    assert re.search(r"^dev: sst \S+ \| para \S+ \| sts \S+ \| overall ", capsys.readouterr().out, flags=re.M)
+    assert len(list((tmp_path / "predictions").glob("*-output.csv"))) == 6
 
 
 @pytest.mark.parametrize("name", ["parts/baseline-last-linear", "robust/7-final"])
