@@ -31,6 +31,7 @@ from evaluation import (
     model_eval_test_multitask,
     overall,
     overall_2023,
+    read_logits,
     read_predictions,
     score_file,
     score_line,
@@ -280,6 +281,17 @@ def test_logits_make_the_round_trip(labels: np.ndarray | None, tmp_path: Path):
         assert np.array_equal(found["logits"], logits)
         assert labels is None or np.array_equal(found["labels"], labels)
     assert [path.name for path in tmp_path.iterdir()] == ["dev.npz"], "no temporary file is left"
+
+
+def test_logits_are_read_back_as_predictions(tmp_path: Path):
+    logits = np.array([[0.1], [-3.0]], dtype=np.float32)
+    given = Predictions(["a1", "b2"], logits, np.array([1.0, 0.0]), np.array([0, 1]))
+    write_logits(tmp_path / "para-dev.npz", given)
+    found = read_logits(tmp_path / "para-dev.npz", PARA, labeled=True)
+    assert found.ids == given.ids
+    for ours, theirs in zip(found[1:], given[1:], strict=True):
+        assert np.array_equal(ours, theirs)
+    assert read_logits(tmp_path / "para-dev.npz", PARA, labeled=False).labels is None
 
 
 # --- scores -----------------------------------------------------------------------------------------------------------
