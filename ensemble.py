@@ -427,7 +427,9 @@ def check_files(member: Member, task: str) -> None:
     """A soup reads the data anew: it must still be what the runs were scored on."""
     for split in ("dev", "test"):
         path = Path(member.flags[f"{task}_{split}"])
-        if path.is_file() and sha256_of(path) != hash_of(member, task, split):
+        if not path.is_file():
+            raise InputError(f"{path}: must be where {member.folder} read it, found no such file. Start from there.")
+        if sha256_of(path) != hash_of(member, task, split):
             raise InputError(f"{path}: must be as {member.folder} read it, found another sha256. Restore the file.")
 
 

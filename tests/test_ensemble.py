@@ -712,6 +712,8 @@ def test_a_soup_whose_data_changed_is_refused(copies: list[Path], combine: Combi
         facts["data_sha256"][str(other)] = facts["data_sha256"][str(data)]
         facts["args"]["sts_dev"] = str(other)
         (run / "args.json").write_text(json.dumps(facts))
+    expected = f"{other}: must be where {copies[0]} read it, found no such file."
+    assert_refused(combine(*copies, "--method", "soup"), tmp_path, expected)
     other.write_text(data.read_text().replace("film", "movie"))
     expected = f"{other}: must be as {copies[0]} read it, found another sha256. Restore the file."
     assert_refused(combine(*copies, "--method", "soup"), tmp_path, expected)
