@@ -325,7 +325,8 @@ def sorted_rows(lengths: Tensor, batch_size: int) -> list[Tensor]:
 
 def epoch_generator(seed: int, epoch: int, number: int = 0) -> Generator:
     """The random numbers of a pass's batches follow from the seed, the epoch and the pass's number in it alone."""
-    return Generator().manual_seed(seed * 1_000_003 + epoch + (number << 52))
+    # torch's CPU generator takes the lowest 32 bits of a seed, so the pass's number has to show in them
+    return Generator().manual_seed(seed * 1_000_003 + epoch + number * 0x9E3779B1)
 
 
 def training_batches(split: Split, batch_size: int, generator: Generator) -> Iterator[Batch]:

@@ -2,6 +2,7 @@
 
 import argparse
 import csv
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from datasets import (
     SentencePairTestDataset,
     Split,
     bucketed_rows,
+    endless_batches,
     epoch_generator,
     read_examples,
     read_split,
@@ -262,6 +264,17 @@ def test_batches_follow_from_seed_and_epoch_and_differ_between_epochs():
         assert other != batches(7, 1)
         shared = memberships(other) & memberships(batches(7, 1))
         assert len(shared) < 5  # new batches, not the old ones in another order
+
+
+def test_a_source_that_starts_anew_is_shuffled_anew(tokenizer: BertTokenizer):
+    """TRAPS 6: what is replayed within an epoch trains on the same batches over and over."""
+    texts = [f"film {i}" for i in range(24)]
+    split = Split.tokenize(Examples(SST, texts, (texts,), [i % 5 for i in range(24)]), tokenizer)
+    for epoch in (1, 2):
+        batches = [batch.ids for batch in itertools.islice(endless_batches(split, 8, 11711, epoch), 12)]
+        passes = [batches[i : i + 3] for i in range(0, 12, 3)]
+        assert all(sorted(itertools.chain(*found)) == sorted(texts) for found in passes)
+        assert all(one != other for one, other in itertools.combinations(passes, 2))
 
 
 def test_training_batches_hold_the_splits_own_rows(tokenizer: BertTokenizer):
