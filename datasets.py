@@ -3,6 +3,7 @@
 import argparse
 import csv
 import dataclasses
+import hashlib
 import io
 import itertools
 import sys
@@ -184,6 +185,13 @@ class Ragged(NamedTuple):
         token_ids = torch.where(mask, self.token_ids[places], padding_id).long()
         return Encoded(token_ids, mask.long(), torch.where(mask, self.token_type_ids[places], 0).long())
 
+    def numbers(self, rows: Tensor) -> Tensor:
+        """A number for each of the rows, of 64 bits: the same where the token ids are, also from another column."""
+        ids, starts, lengths = self.token_ids.numpy(), self.starts[rows].tolist(), self.lengths[rows].tolist()
+        pieces = (ids[start : start + length].tobytes() for start, length in zip(starts, lengths, strict=True))
+        digests = (hashlib.blake2b(piece, digest_size=8).digest() for piece in pieces)
+        return torch.tensor([int.from_bytes(digest, "little", signed=True) for digest in digests])
+
     def select(self, rows: Tensor) -> Self:
         """Some of the rows; the token ids themselves stay where they are."""
         return self._replace(lengths=self.lengths[rows], starts=self.starts[rows], truncated=self.truncated[rows])
@@ -262,6 +270,7 @@ class Split:
     padding_id: int
     views: tuple[tuple[int, ...], ...] = SINGLE.views
     vectors: tuple[Tensor, ...] | None = None  # a frozen encoder's output for every row
+    teacher: Tensor | None = None  # (rows, C), another model's logits
 
     @classmethod
     def tokenize(cls, examples: Examples, tokenizer: BertTokenizer, pairing: Pairing = SINGLE) -> Self:
@@ -291,6 +300,8 @@ class Split:
             None if self.labels is None else self.labels[rows],
             tuple(v[rows] for v in self.vectors) if kept else None,
             self.views,
+            tuple(column.numbers(rows) for column in self.columns),
+            None if self.teacher is None else self.teacher[rows],
         )
 
     def select(self, rows: Tensor) -> Self:
@@ -300,7 +311,11 @@ class Split:
             ids=[self.ids[r] for r in rows.tolist()],
             columns=tuple(column.select(rows) for column in self.columns),
             labels=None if self.labels is None else self.labels[rows],
+            teacher=None if self.teacher is None else self.teacher[rows],
         )
+
+    def with_teacher(self, logits: Tensor) -> Self:
+        return dataclasses.replace(self, teacher=logits)
 
     def with_vectors(self, vectors: tuple[Tensor, ...]) -> Self:
         return dataclasses.replace(self, vectors=vectors)

@@ -130,6 +130,7 @@ class Head(nn.Module):
 
     needs_pair: ClassVar[bool] = False
     own_parameters: ClassVar[bool] = True  # if it has none, something below it has to be trained
+    works_untrained: ClassVar[bool] = False  # whether its scores mean something where only the vectors are trained
     kinds: ClassVar[tuple[str, ...]] = (CATEGORY, PROBABILITY, NUMBER)  # of task that its output range suits
 
     def __init__(self, H: int, vectors: int, outputs: int, dropout: float, kind: str | None = None):
@@ -218,7 +219,7 @@ class Cosine(Head):
     does: it drives nearly every pair towards a cosine of 1. cosine_relu, siamese_cosine and cosine_affine reach 5.
     """
 
-    needs_pair, own_parameters = True, False
+    needs_pair, own_parameters, works_untrained = True, False, True
     kinds = (NUMBER,)
 
     def cosine(self, u: Tensor, v: Tensor) -> Tensor:
@@ -235,7 +236,8 @@ class CosineAffine(Cosine):
 
     A number starts as 5 cos, a logit as 10 (cos - 0.75): BERT's cosines are nearly all positive, so the even chance has
     to lie high. a and b move by about the learning rate a step: at the encoder's 1e-5 they all but stand still and the
-    encoder does the work; --head_lr 1e-3 lets them learn.
+    encoder does the work; --head_lr 1e-3 lets them learn. Under mnrl, cosent or cosine_embedding alone they stay as
+    they start: a pair whose cosine is above 0.75 is a paraphrase.
     """
 
     own_parameters = True
@@ -266,7 +268,7 @@ class SiameseCosine(Cosine):
     normalized and multiplied by 5).
     """
 
-    own_parameters = True
+    own_parameters, works_untrained = True, False
 
     def __init__(self, H: int, vectors: int, outputs: int, dropout: float, kind: str | None = None):
         super().__init__(H, vectors, outputs, dropout, kind)

@@ -10,11 +10,13 @@ import argparse
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import heads
 import losses
@@ -24,7 +26,16 @@ import sampling
 import smart
 from bert import ATTENTIONS, BertModel
 from datasets import PAIRINGS, SINGLE, Pairing, Split, endless_batches, epoch_generator, read_examples, read_split
-from evaluation import keep_vectors, overall, predict, score, score_line, write_logits, write_predictions
+from evaluation import (
+    keep_vectors,
+    overall,
+    predict,
+    read_logits,
+    score,
+    score_line,
+    write_logits,
+    write_predictions,
+)
 from tasks import TASKS, Batch, Encoded, Output, Task, stack
 from tokenizer import BertTokenizer
 from training import Step, Trainer, fit, grouped, restore_best
@@ -60,6 +71,7 @@ class MultitaskBERT(nn.Module):
         self.bert = BertModel.from_pretrained(flags.model, keep_layers=flags.keep_layers)
         self.bert.use_attention(flags.attention)
         self.bert.checkpoint_activations = flags.checkpoint_activations
+        self.chunk_rows = flags.chunk_rows
         self.frozen = flags.option == "pretrain"
         self.bert.requires_grad_(not self.frozen)
         self.pairings = {name: pairing_of(TASKS[name], flags, "train") for name in flags.tasks}
@@ -97,11 +109,26 @@ class MultitaskBERT(nn.Module):
         return self.bert.embed(sentences.token_ids, sentences.token_type_ids)
 
     def vectors(self, batch: Batch, embeddings: Tensor | None = None) -> tuple[Tensor, ...]:
-        """One (B, H) for each sentence of a row; both sentences of a pair go through BERT in ONE pass."""
+        """One (B, H) for each sentence of a row; both sentences of a pair go through BERT in ONE pass.
+
+        With chunk_rows, in passes of so many sentences. Of each only the vectors stay; going back, it is computed again
+        with the same dropout masks. So a loss sees all vectors of the batch, as many negatives as rows, while the
+        layers' activations of one chunk are alive, and the gradients are those of one pass: GradCache of Gao et al.
+        2021 (arXiv:2101.06983), by checkpointing. Deviation: the embedding layer, whose output SMART perturbs, is not
+        cut.
+        """
         embeddings = self.embed(batch) if embeddings is None else embeddings
         mask = stack(batch.sentences).attention_mask  # (R, T)
-        hidden = self.bert.encode(embeddings, mask)  # (R, T, H)
-        return self.poolers[batch.task](hidden, mask).chunk(len(batch.sentences))
+        encode = partial(self._encode, self.poolers[batch.task])
+        if self.chunk_rows and torch.is_grad_enabled():
+            chunks = zip(embeddings.split(self.chunk_rows), mask.split(self.chunk_rows), strict=True)
+            vectors = torch.cat([checkpoint(encode, *chunk, use_reentrant=False) for chunk in chunks])  # (R, H)
+        else:
+            vectors = encode(embeddings, mask)
+        return vectors.chunk(len(batch.sentences))
+
+    def _encode(self, pooler: heads.Pooler, embeddings: Tensor, mask: Tensor) -> Tensor:
+        return pooler(self.bert.encode(embeddings, mask), mask)  # (R, T, H) -> (R, H)
 
     def logits(self, task: str, vectors: tuple[Tensor, ...], views: tuple[tuple[int, ...], ...]) -> Tensor:
         """(B, C): the mean over the views, of which there are two where pairs are scored both ways."""
@@ -114,8 +141,9 @@ class MultitaskBERT(nn.Module):
         self, batch: Batch, embeddings: Tensor | None = None, random_state: dict[str, Tensor] | None = None
     ) -> Output:
         """embeddings: use these instead of the batch's own. random_state: with the dropout masks of an earlier pass."""
+        scored = partial(self.logits, batch.task, views=batch.views)
         if batch.vectors is not None:
-            return Output(self.logits(batch.task, batch.vectors, batch.views), batch.vectors)
+            return Output(scored(batch.vectors), batch.vectors, score=scored)
         if embeddings is None:
             embeddings = self.embed(batch)
             if torch.is_grad_enabled() and self.training and not (self.frozen or embeddings.requires_grad):
@@ -123,7 +151,8 @@ class MultitaskBERT(nn.Module):
         state = random_states(embeddings.device) if self.training and random_state is None else random_state
         with replayed(random_state, embeddings.device):
             vectors = self.vectors(batch, embeddings)
-            return Output(self.logits(batch.task, vectors, batch.views), vectors, embeddings, state)
+            again = partial(self.predict, batch) if self.training else None
+            return Output(scored(vectors), vectors, embeddings, state, scored, again)
 
     # The handout's signatures.
 
@@ -173,7 +202,12 @@ def chosen(flags: argparse.Namespace, task: str, what: str) -> str:
 
 
 def loss_of(flags: argparse.Namespace, task: str) -> str:
-    return getattr(flags, f"{task}_loss")
+    return getattr(flags, f"{task}_loss") or losses.DEFAULT_LOSSES[TASKS[task].kind]
+
+
+def learning_by(flags: argparse.Namespace, *names: str) -> list[str]:
+    """The tasks that train with one of these losses."""
+    return [task for task in flags.train_tasks if set(names) & set(losses.names_in(loss_of(flags, task)))]
 
 
 def with_defaults(config: Any) -> argparse.Namespace:
@@ -230,6 +264,24 @@ def cut_training_rows(split: Split, args: argparse.Namespace) -> Split:
     return split.select(rows.sort().values)
 
 
+def teacher_files(args: argparse.Namespace) -> dict[str, Path]:
+    """By task, the logits from which it learns."""
+    return {name: Path(args.teacher) / f"{name}-train.npz" for name in learning_by(args, "distill")}
+
+
+def with_teacher(split: Split, path: Path) -> Split:
+    """The training rows with the teacher's logits, found by id; the teacher may know more rows."""
+    ids, logits = read_logits(path, split.task.num_outputs)
+    places = {identifier: row for row, identifier in enumerate(ids)}
+    absent = [identifier for identifier in split.ids if identifier not in places]
+    if absent:
+        raise InputError(
+            f"{path}: must have logits for every training row of {split.task.name}; {len(absent)} of {len(split)} are "
+            f"missing, such as {absent[0]}. Write them with --predict_only --predict_train --run RUN on this data."
+        )
+    return split.with_teacher(torch.from_numpy(logits).float()[[places[identifier] for identifier in split.ids]])
+
+
 # --- training and testing ---------------------------------------------------------------------------------------------
 
 
@@ -254,6 +306,7 @@ def open_run(args: argparse.Namespace) -> Run:
     files = [(name, split) for name in args.tasks for split in ("dev", "test")]
     files += [(name, "train") for name in args.train_tasks]
     data = [path for name, split in files for path in data_paths(TASKS[name], args, split)]
+    data += teacher_files(args).values()
     if not args.resume:
         return Run.create(folder, args, data)
     run = Run.reopen(folder)
@@ -270,6 +323,8 @@ def train_multitask(args: argparse.Namespace) -> dict[str, float]:
     precision = Precision(args.precision, choose_device(args.use_gpu))
     tokenizer = BertTokenizer.from_pretrained(args.model, max_length=args.max_length)
     splits = load_splits(args, tokenizer, ("train", "dev"))
+    for name, path in teacher_files(args).items():
+        splits[name]["train"] = with_teacher(splits[name]["train"], path)
     for task in map(TASKS.get, args.tasks):  # what is wrong with a test file shows before hours of training go by
         read_examples(task, data_paths(task, args, "test"), labeled=False, strict=args.strict_data)
     seed_everything(args.seed)
@@ -335,6 +390,11 @@ def describe(args: argparse.Namespace, model: MultitaskBERT, splits: Splits, pre
 def test_multitask(args: argparse.Namespace) -> None:
     """Writes the prediction files and the logits of a run's best epoch."""
     args = with_defaults(args)
+    if args.predict_train and args.repeated_ids:
+        raise InputError(
+            "--predict_train: logits are found by id, which must be unique in the training files, but the run has "
+            "--repeated_ids. Give every row its own id, and train without the flag."
+        )
     precision = Precision(args.precision, choose_device(args.use_gpu))
     run = Run.reopen(args.runs / args.name)
     model = MultitaskBERT(args).to(precision.device)
@@ -349,6 +409,23 @@ def test_multitask(args: argparse.Namespace) -> None:
             write_logits(run.folder / f"{name}-{split}.npz", found)
             shown = f" | dev score {score(rows.task, found):.4f}" if found.labels is not None else ""
             print(f"{name}: wrote {path}, {len(found.ids)} rows{shown}", flush=True)
+    if args.predict_train:
+        predict_training_rows(args, model, tokenizer, run, precision)
+
+
+def predict_training_rows(
+    args: argparse.Namespace, model: MultitaskBERT, tokenizer: BertTokenizer, run: Run, precision: Precision
+) -> None:
+    """Writes the logits for ALL rows of the training files, whatever share of them was trained on: a teacher's."""
+    for task in map(TASKS.get, args.train_tasks):
+        paths = data_paths(task, args, "train")
+        rows = read_split(
+            task, paths, tokenizer, pairing_of(task, args, "dev"), labeled=True, strict=args.strict_data
+        )  # in the way of dev: both ways where pairs are scored so
+        found = predict(model, rows, args.eval_batch_size, precision)
+        path = run.folder / f"{task.name}-train.npz"
+        write_logits(path, found)
+        print(f"{task.name}: wrote {path}, {len(found.ids)} rows | train score {score(task, found):.4f}", flush=True)
 
 
 # --- flags ------------------------------------------------------------------------------------------------------------
@@ -384,6 +461,12 @@ def build_parser() -> ArgumentParser:
     add("--precision", choices=sorted(Precision.DTYPES), default="fp32", help="a T4 has no bf16: fp16 there")
     add("--compile", action="store_true", help="torch.compile the layers of BERT")
     add("--checkpoint_activations", action="store_true", help="less memory: layers are computed again when going back")
+    add(
+        "--chunk_rows",
+        type=number(int, 1, 10**6),
+        help="less memory: so many sentences of a batch at a time, computed again when going back, while the loss sees "
+        "all, as contrastive ones must; None: all at once",
+    )
     add("--patience", type=number(int, 0, 1000), default=0, help="stop after so many epochs without a better; 0: never")
     add("--dry_run", action="store_true", help="two steps of everything, in a temporary directory; nothing is kept")
     _add_model_arguments(parser)
@@ -435,6 +518,8 @@ def _add_data_arguments(parser: argparse.ArgumentParser) -> None:
     add("--resume", action="store_true", help="go on with the run --name after its last finished epoch")
     add("--predict_only", action="store_true", help="write the prediction files of the run --run, without training")
     add("--run", type=Path, help="a run's directory, with --predict_only")
+    add("--predict_train", action="store_true", help="with --predict_only: logits of the training rows too, to --run")
+    add("--teacher", type=Path, help="directory with <task>-train.npz, the logits that the loss distill learns from")
 
 
 def fill_in(args: argparse.Namespace) -> argparse.Namespace:
@@ -482,7 +567,24 @@ DEPENDENT_FLAGS = (
     ("ema_", "--averager ema", lambda args: args.averager == "ema"),
     ("average_start", "--averager swa", lambda args: args.averager == "swa"),
     ("label_smoothing", "a loss ce_smooth", lambda args: any("ce_smooth" in loss_of(args, t) for t in args.tasks)),
+    ("cosine_margin", "a loss cosine_embedding", lambda args: learning_by(args, "cosine_embedding")),
+    ("cosent_", "a loss cosent", lambda args: learning_by(args, "cosent")),
+    ("mnrl_scale", "a loss mnrl", lambda args: learning_by(args, "mnrl")),
+    (
+        "mnrl_threshold",
+        "a loss mnrl or mnrl_head of sts",
+        lambda args: any(TASKS[task].kind == "number" for task in learning_by(args, "mnrl", "mnrl_head")),
+    ),
+    ("mnrl_", "a loss mnrl or mnrl_head", lambda args: learning_by(args, "mnrl", "mnrl_head")),
+    ("simcse_", "a loss simcse", lambda args: learning_by(args, "simcse")),
+    (
+        "distill_",
+        "a loss distill of sst, cfimdb or para",
+        lambda args: any(TASKS[task].kind != "number" for task in learning_by(args, "distill")),
+    ),
+    ("teacher", "a loss distill", lambda args: learning_by(args, "distill")),
     ("run", "--predict_only", lambda args: args.predict_only),
+    ("predict_train", "--predict_only", lambda args: args.predict_only),
 )
 
 
@@ -501,6 +603,8 @@ def validate(args: argparse.Namespace) -> None:
         raise InputError(f"--train_tasks must be among --tasks, found {absent[0]}. Add it to --tasks, or leave it out.")
     if args.combiner != "sum":
         validate_surgery(args)
+    validate_teacher(args)
+    validate_chunks(args)
     if args.option == "pretrain":
         validate_frozen(args)
     if args.share_pair_layer and sum(len(TASKS[name].text_columns) == 2 for name in args.tasks) < 2:
@@ -534,6 +638,49 @@ def validate_task(task: Task, args: argparse.Namespace) -> None:
         gives = " or a ".join(head.kinds)
         raise InputError(f"--{task.name}_head {name} gives a {gives}, but {task.name} needs a {task.kind}. {remedy}")
     losses.build_objective(loss_of(args, task.name), task, args)  # refuses what does not fit
+    validate_loss(task, args)
+
+
+def validate_loss(task: Task, args: argparse.Namespace) -> None:
+    """What losses on the sentences' vectors ask of pairing and head."""
+    spec, head = loss_of(args, task.name), chosen(args, task.name, "head")
+    terms = {name: losses.LOSSES[name] for name in losses.names_in(spec)}
+    pair = len(task.text_columns) == 2
+    for name in (name for name, loss in terms.items() if loss.on_vectors):
+        if pair and len(pairing_of(task, args, "train").views[0]) == 1:
+            raise InputError(
+                f"--{task.name}_loss {spec}: {name} compares the vectors of sentences, but --{task.name}_pairing "
+                f"{chosen(args, task.name, 'pairing')} makes one of a pair. Use --{task.name}_pairing bi."
+            )
+    if not any(loss.trains_head for loss in terms.values()) and not heads.HEADS[head].works_untrained:
+        other = f", or --{task.name}_head cosine_affine" if pair else ""
+        raise InputError(
+            f"--{task.name}_loss {spec} trains vectors only, but --{task.name}_head {head} has to learn too. "
+            f"Use --{task.name}_loss {losses.DEFAULT_LOSSES[task.kind]}+{spec}{other}."
+        )
+
+
+def validate_teacher(args: argparse.Namespace) -> None:
+    pupils = learning_by(args, "distill")
+    if pupils and args.teacher is None:
+        raise InputError(
+            f"--{pupils[0]}_loss {loss_of(args, pupils[0])} needs the teacher's logits, found no --teacher. "
+            f"Add --teacher DIR, a directory with {pupils[0]}-train.npz."
+        )
+    if pupils and args.repeated_ids:
+        raise InputError(
+            "--teacher and --repeated_ids exclude each other: a row's teacher is found by its id. Leave one out."
+        )
+
+
+def validate_chunks(args: argparse.Namespace) -> None:
+    views = [pairing_of(TASKS[name], args, "train").views for name in args.train_tasks]
+    most = args.batch_size * max(1 + max(i for view in of_task for i in view) for of_task in views)
+    if args.chunk_rows is not None and args.chunk_rows >= most:
+        raise InputError(
+            f"--chunk_rows must be below the number of sentences in a batch, at most {most} here, found "
+            f"{args.chunk_rows}. Lower it, or leave it out."
+        )
 
 
 def validate_surgery(args: argparse.Namespace) -> None:
@@ -554,6 +701,7 @@ def validate_frozen(args: argparse.Namespace) -> None:
         f"--regularizer {args.regularizer}": args.regularizer != "none",
         "--compile": args.compile,
         "--checkpoint_activations": args.checkpoint_activations,
+        f"--chunk_rows {args.chunk_rows}": args.chunk_rows is not None,
         f"--layer_decay {args.layer_decay:g}": args.layer_decay != 1,
     }
     for flag, is_set in needs_training.items():
@@ -570,6 +718,12 @@ def validate_frozen(args: argparse.Namespace) -> None:
                 f"--{task.name}_head {head} has no weights of its own, and --option pretrain, the handout's default, "
                 f"freezes the encoder: nothing would learn. Use --option finetune, or --{task.name}_head linear."
             )
+        for name in losses.names_in(loss_of(args, task.name)):
+            if not (losses.LOSSES[name].trains_head or heads.POOLERS[pooling].own_parameters):
+                raise InputError(
+                    f"--{task.name}_loss {loss_of(args, task.name)}: {name} trains the encoder, but --option pretrain, "
+                    f"the handout's default, freezes it. Use --option finetune, or leave {name} out."
+                )
 
 
 def flags_of_run(argv: list[str] | None, folder: Path) -> argparse.Namespace:
@@ -579,7 +733,7 @@ def flags_of_run(argv: list[str] | None, folder: Path) -> argparse.Namespace:
     if not weights.is_file():  # an ensemble of logits has none
         raise InputError(f"{weights}: not a whole weights file (none is there). Give a trained run, or a soup.")
     for task in TASKS.values():
-        for key in (f"{task.name}_{split}{end}" for split in ("dev", "test") for end in ("", "_out")):
+        for key in (f"{task.name}_{kind}" for kind in ("train", "dev", "test", "dev_out", "test_out")):
             default = fill_in(build_parser().parse_args(["--data", flags.data, "--predictions", flags.predictions]))
             if getattr(flags, key) == getattr(default, key):
                 setattr(flags, key, None)  # follows from --data and --predictions, which may be given anew

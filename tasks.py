@@ -29,6 +29,9 @@ class Output(NamedTuple):
     # What it takes to run the same pass again on other embeddings, with the same dropout masks; set while training.
     embeddings: Tensor | None = None  # (R, T, H), the embedding layer's output for the batch's R = B or 2B sentences
     random_state: dict[str, Tensor] | None = None  # of the generators, before the first layer
+    # What a loss may ask the model for besides.
+    score: Callable[[tuple[Tensor, ...]], Tensor] | None = None  # the head's logits for other vectors than the batch's
+    again: Callable[[], "Output"] | None = None  # the same batch under other dropout masks; set while training
 
 
 def stack(sentences: tuple[Encoded, ...]) -> Encoded:
@@ -80,6 +83,8 @@ class Batch:
     labels: Tensor | None  # (B,)
     vectors: tuple[Tensor, ...] | None = None  # the frozen encoder's output (B, H), computed once
     views: tuple[tuple[int, ...], ...] = ((0,),)  # a head sees the vectors of each view; the logits' mean counts
+    texts: tuple[Tensor, ...] = ()  # (B,) for each of a row's texts: equal numbers where the token ids are equal
+    teacher: Tensor | None = None  # (B, C), another model's logits, to learn from
 
     def to(self, device: torch.device) -> Self:
         def move(tensor: Tensor) -> Tensor:
@@ -90,6 +95,8 @@ class Batch:
             sentences=tuple(Encoded(*map(move, encoded)) for encoded in self.sentences),
             labels=None if self.labels is None else move(self.labels),
             vectors=None if self.vectors is None else tuple(map(move, self.vectors)),
+            texts=tuple(map(move, self.texts)),
+            teacher=None if self.teacher is None else move(self.teacher),
         )
 
 

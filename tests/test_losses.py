@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -25,23 +26,50 @@ def flags(*argv: str) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def dot_products(pairs: tuple[Tensor, Tensor]) -> Tensor:
+    """A head for pairs: (n, H), (n, H) -> (n, 1)."""
+    u, v = (losses.full(x) for x in pairs)
+    return (u * v).sum(dim=1, keepdim=True)
+
+
 def example(task: Task, B: int = 7, seed: int = 0, dtype: torch.dtype = torch.float64) -> tuple[Output, Batch]:
-    """Random logits and vectors; labels of the type that the data has."""
+    """Random logits and vectors, of a teacher and of a second pass too; labels of the type that the data has."""
     rng = np.random.default_rng(seed)
     count = len(task.text_columns)
-    vectors = tuple(torch.tensor(rng.normal(size=(B, 6)), dtype=dtype, requires_grad=True) for _ in range(count))
-    logits = torch.tensor(2 * rng.normal(size=(B, task.num_outputs)), dtype=dtype, requires_grad=True)
+
+    def vectors() -> tuple[Tensor, ...]:
+        return tuple(torch.tensor(rng.normal(size=(B, 6)), dtype=dtype, requires_grad=True) for _ in range(count))
+
+    first, second = vectors(), vectors()
+    logits, teacher = (torch.tensor(2 * rng.normal(size=(B, task.num_outputs)), dtype=dtype) for _ in range(2))
+    texts = tuple(torch.arange(B) + B * column for column in range(count))
     values = {
         "category": lambda: rng.integers(task.num_outputs, size=B),
         "probability": lambda: np.arange(B) % 2,
-        "number": lambda: rng.uniform(0, 5, size=B).astype(np.float32),
+        "number": lambda: rng.permutation(np.linspace(0, 5, B, dtype=np.float32)),
     }[task.kind]()
-    return Output(logits, vectors), Batch(task.name, [str(i) for i in range(B)], (), torch.tensor(values))
+    again = Output(logits, second)
+    output = Output(logits.requires_grad_(), first, score=dot_products, again=lambda: again)
+    ids = [str(i) for i in range(B)]
+    return output, Batch(task.name, ids, (), torch.tensor(values), texts=texts, teacher=teacher)
+
+
+def changed(output: Output, change: Callable[[Tensor], Tensor]) -> Output:
+    """Its tensors, those of the second pass included."""
+    again = output.again()
+    other = again._replace(logits=change(again.logits), vectors=tuple(map(change, again.vectors)))
+    vectors = tuple(map(change, output.vectors))
+    return output._replace(logits=change(output.logits), vectors=vectors, again=lambda: other)
 
 
 def rows(output: Output, batch: Batch, chosen: list[int]) -> tuple[Output, Batch]:
-    part = Output(output.logits[chosen], tuple(v[chosen] for v in output.vectors))
-    return part, dataclasses.replace(batch, ids=[batch.ids[i] for i in chosen], labels=batch.labels[chosen])
+    return changed(output, lambda x: x[chosen]), dataclasses.replace(
+        batch,
+        ids=[batch.ids[i] for i in chosen],
+        labels=batch.labels[chosen],
+        texts=tuple(column[chosen] for column in batch.texts),
+        teacher=batch.teacher[chosen],
+    )
 
 
 # --- losses -----------------------------------------------------------------------------------------------------------
@@ -85,13 +113,13 @@ def test_a_loss_is_a_scalar_with_gradients_that_does_not_mind_the_order_of_the_r
 
 @pytest.mark.parametrize(("name", "kind"), FITTING)
 def test_a_loss_does_not_grow_with_the_batch(name: str, kind: str) -> None:
-    """TRAPS 12 and 16: losses on one scale, or the largest decides every step. Per-example losses keep it exactly."""
+    """TRAPS 12 and 16: losses on one scale, or the largest decides every step. Per-example losses keep it exactly; those
+    that compare rows grow by the logarithm of the candidates, or of the pairs, at the most."""
     output, batch = example(OF_KIND[kind])
     once = LOSSES[name](output, batch)
     twice = LOSSES[name](*rows(output, batch, [*range(7), *range(7)]))
-    if name in ("bce", "ce", "ce_smooth", "mse"):
-        torch.testing.assert_close(twice, once)
-    assert twice < 1.9 * once + 0.1
+    grows = {"cosent": math.log(4), "mnrl": math.log(2), "mnrl_head": math.log(2), "simcse": math.log(2)}
+    assert once - 1e-12 <= twice <= once + grows.get(name, 1e-12)
 
 
 @pytest.mark.parametrize(("name", "kind"), FITTING)
@@ -99,9 +127,9 @@ def test_a_loss_does_not_grow_with_the_batch(name: str, kind: str) -> None:
 def test_a_loss_of_half_precision_logits_is_computed_in_float32(name: str, kind: str, dtype: torch.dtype) -> None:
     output, batch = example(OF_KIND[kind], dtype=dtype)
     loss = LOSSES[name](output, batch)
-    exact = LOSSES[name](Output(output.logits.double(), tuple(v.double() for v in output.vectors)), batch)
+    exact = LOSSES[name](changed(output, Tensor.double), batch)
     assert loss.dtype == torch.float32
-    assert loss.item() == pytest.approx(exact.item(), rel=1e-5)
+    assert loss.item() == pytest.approx(exact.item(), rel=1e-5, abs=1e-6)
 
 
 def test_every_kind_of_task_has_a_default_that_fits_it() -> None:
@@ -183,6 +211,210 @@ def test_a_wrong_spec_is_refused_with_rule_and_remedy(spec: str, task: Task, mes
         return
     with pytest.raises(InputError, match=message):
         build_objective(spec, task, flags())
+
+
+# --- distillation -----------------------------------------------------------------------------------------------------
+
+
+def probabilities(logits: np.ndarray, T: float) -> np.ndarray:
+    """Of one logit: of yes and of no."""
+    if len(logits) == 1:
+        yes = 1 / (1 + math.exp(-logits[0] / T))
+        return np.array([yes, 1 - yes])
+    return np.exp(logits / T) / np.exp(logits / T).sum()
+
+
+@pytest.mark.parametrize("T", [0.5, 1.0, 4.0])
+@pytest.mark.parametrize("task", [SST, PARA], ids=lambda task: task.name)
+def test_distillation_is_hintons_divergence_between_softened_distributions(task: Task, T: float) -> None:
+    output, batch = example(task)
+    pairs = zip(output.logits.detach().numpy(), batch.teacher.numpy(), strict=True)
+    softened = [(probabilities(teacher, T), probabilities(student, T)) for student, teacher in pairs]
+    expected = T**2 * np.mean([(p * np.log(p / q)).sum() for p, q in softened])
+    loss = build_objective("distill", task, flags("--distill_temperature", str(T)))(output, batch)
+    assert loss.item() == pytest.approx(expected, rel=1e-10)
+    loss.backward()
+    by_hand = [T * (q - p)[: task.num_outputs] / 7 for p, q in softened]  # their equation 2, times T^2, meaned
+    np.testing.assert_allclose(output.logits.grad, np.array(by_hand), rtol=1e-9, atol=1e-12)
+
+
+def test_distillation_of_a_number_is_the_squared_error() -> None:
+    output, batch = example(STS)
+    expected = np.mean((output.logits.detach().numpy() - batch.teacher.numpy()) ** 2)
+    assert LOSSES["distill"](output, batch).item() == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("task", [SST, PARA, STS], ids=lambda task: task.name)
+def test_a_student_that_agrees_with_its_teacher_has_nothing_to_learn(task: Task) -> None:
+    output, batch = example(task)
+    loss = LOSSES["distill"](output, dataclasses.replace(batch, teacher=output.logits.detach()))
+    loss.backward()
+    assert loss.item() == pytest.approx(0, abs=1e-15)
+    assert output.logits.grad.abs().max() < 1e-15
+
+
+# --- losses on vectors ------------------------------------------------------------------------------------------------
+
+
+def cosine(x: np.ndarray, y: np.ndarray) -> float:
+    return float(x @ y / math.sqrt((x @ x) * (y @ y)))
+
+
+def arrays(output: Output) -> list[np.ndarray]:
+    return [v.detach().double().numpy() for v in output.vectors]
+
+
+def ranked(scores: np.ndarray, x: list[int], y: list[int], positive: list[bool]) -> float:
+    """Henderson et al.'s mean over the positive rows, candidate by candidate."""
+    found = []
+    for i in (i for i, is_positive in enumerate(positive) if is_positive):
+        same = {x[i], y[i]}
+        wrong = [j for j in range(len(x)) if j != i and y[j] not in same and not (positive[j] and x[j] in same)]
+        found.append(math.log(sum(math.exp(scores[i, j] - scores[i, i]) for j in [i, *wrong])))
+    return float(np.mean(found)) if found else 0.0
+
+
+TEXTS = {
+    "all different": ([0, 1, 2, 3, 4, 5, 6], [10, 11, 12, 13, 14, 15, 16]),
+    "a second text twice": ([0, 1, 2, 3, 4, 5, 6], [10, 11, 12, 11, 14, 11, 16]),
+    "a first text twice": ([0, 1, 2, 1, 4, 5, 1], [10, 11, 12, 13, 14, 15, 16]),
+    "a text in both columns": ([0, 1, 12, 13, 4, 5, 6], [10, 11, 12, 13, 14, 1, 3]),
+    "one text everywhere": ([7] * 7, [7] * 7),
+}
+
+
+@pytest.mark.parametrize("task", [PARA, STS], ids=lambda task: task.name)
+@pytest.mark.parametrize("texts", TEXTS)
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("name", ["mnrl", "mnrl_head"])
+def test_multiple_negatives_ranking_is_its_formula_with_like_texts_left_out(
+    name: str, symmetric: bool, texts: str, task: Task
+) -> None:
+    """TRAPS 28."""
+    output, batch = example(task)
+    x, y = TEXTS[texts]
+    batch = dataclasses.replace(batch, texts=(torch.tensor(x), torch.tensor(y)))
+    u, v = arrays(output)
+    score = (lambda a, b: 7 * cosine(a, b)) if name == "mnrl" else np.dot
+    scores = np.array([[score(a, b) for b in v] for a in u])
+    positive = [label >= (1 if task is PARA else 3) for label in batch.labels.tolist()]
+    assert 1 < sum(positive) < 7
+    expected = ranked(scores, x, y, positive)
+    if symmetric:
+        expected = (expected + ranked(scores.T, y, x, positive)) / 2
+    given = flags("--mnrl_scale", "7", "--mnrl_threshold", "3", *["--mnrl_symmetric"] * symmetric)
+    assert build_objective(name, task, given)(output, batch).item() == pytest.approx(expected, rel=1e-10, abs=1e-14)
+
+
+@pytest.mark.parametrize("name", ["mnrl", "mnrl_head", "simcse", "cosent"])
+@pytest.mark.parametrize("case", ["one row", "nothing positive", "one text everywhere"])
+def test_without_anything_to_compare_a_contrastive_loss_is_exactly_zero_and_so_are_its_gradients(
+    name: str, case: str
+) -> None:
+    output, batch = example(PARA, 1 if case == "one row" else 4)
+    if case == "one row":
+        batch = dataclasses.replace(batch, labels=torch.ones(1))
+    elif case == "nothing positive":
+        batch = dataclasses.replace(batch, labels=torch.zeros(4))
+    else:
+        batch = dataclasses.replace(batch, texts=(torch.zeros(4), torch.zeros(4)), labels=torch.ones(4))
+    if (name, case) == ("simcse", "nothing positive"):
+        return  # it needs no labels
+    loss = LOSSES[name](output, batch)
+    assert loss.item() == 0
+    loss.backward()
+    for vectors in output.vectors:
+        assert vectors.grad is not None
+        assert vectors.grad.abs().max() < 1e-15
+
+
+def test_of_one_positive_row_the_negative_rows_are_hard_negatives() -> None:
+    output, batch = example(PARA, 4)
+    batch = dataclasses.replace(batch, labels=torch.tensor([0, 0, 1, 0]))
+    u, v = arrays(output)
+    scores = [20 * cosine(u[2], b) for b in v]
+    expected = math.log(sum(math.exp(s - scores[2]) for s in scores))
+    assert LOSSES["mnrl"](output, batch).item() == pytest.approx(expected, rel=1e-10)
+
+
+@pytest.mark.parametrize("name", ["cosent", "cosine_embedding", "mnrl", "simcse"])
+def test_autocast_does_not_coarsen_the_cosines(name: str) -> None:
+    """A matrix product under autocast has three digits, and mnrl multiplies it by 20."""
+    output, batch = example(PARA, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = LOSSES[name](output, batch)
+    torch.testing.assert_close(loss, LOSSES[name](output, batch), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["cosent", "cosine_embedding", "mnrl", "simcse"])
+def test_cosines_do_not_mind_the_vectors_lengths(name: str) -> None:
+    output, batch = example(STS)
+    torch.testing.assert_close(LOSSES[name](changed(output, lambda x: 50 * x), batch), LOSSES[name](output, batch))
+
+
+@pytest.mark.parametrize("margin", [-0.2, 0.0, 0.3])
+def test_cosine_embedding_is_torchs_loss_where_torchs_targets_say_what_is_meant(margin: float) -> None:
+    reference = nn.CosineEmbeddingLoss(margin=margin)
+    for task, yes in ((PARA, 1), (STS, 5)):
+        output, batch = example(task, 8)
+        label = torch.tensor([0, 1, 1, 0, 0, 1, 0, 1])
+        ours = build_objective("cosine_embedding", task, flags("--cosine_margin", str(margin)))
+        loss = ours(output, dataclasses.replace(batch, labels=label * yes))
+        torch.testing.assert_close(loss, reference(*output.vectors, 2 * label - 1))
+
+
+def test_cosine_embedding_of_a_grade_is_the_mean_over_both_targets() -> None:
+    """TRAPS 26: torch's own loss is 0 for any other target than +1 and -1."""
+    output, batch = example(STS)
+    expected = [
+        label / 5 * (1 - cosine(u, v)) + (1 - label / 5) * max(0, cosine(u, v))
+        for u, v, label in zip(*arrays(output), batch.labels.tolist(), strict=True)
+    ]
+    loss = LOSSES["cosine_embedding"](output, batch)
+    assert loss.item() == pytest.approx(np.mean(expected), rel=1e-6)
+    loss.backward()
+    assert output.vectors[0].grad[batch.labels > 0].any(dim=1).all()
+
+
+@pytest.mark.parametrize("task", [PARA, STS], ids=lambda task: task.name)
+def test_cosent_is_its_formula_over_rows_with_different_labels(task: Task) -> None:
+    output, batch = example(task)
+    if task is STS:
+        batch = dataclasses.replace(batch, labels=torch.tensor([0.0, 2.5, 5.0, 2.5, 1.0, 5.0, 4.2]))
+    y = batch.labels.tolist()
+    found = [cosine(u, v) for u, v in zip(*arrays(output), strict=True)]
+    terms = [math.exp(9 * (found[j] - found[i])) for i in range(7) for j in range(7) if y[i] > y[j]]
+    loss = build_objective("cosent", task, flags("--cosent_scale", "9"))(output, batch)
+    assert loss.item() == pytest.approx(math.log(1 + sum(terms)), rel=1e-12)
+
+
+def test_cosent_does_not_overflow() -> None:
+    output, batch = example(STS, dtype=torch.float32)
+    loss = build_objective("cosent", STS, flags("--cosent_scale", "1e5"))(output, batch)
+    loss.backward()
+    assert loss.isfinite()
+    assert output.vectors[0].grad.isfinite().all()
+
+
+@pytest.mark.parametrize("task", [SST, STS], ids=lambda task: task.name)
+def test_simcse_tells_a_sentence_under_other_dropout_from_all_other_texts(task: Task) -> None:
+    output, batch = example(task)
+    texts = [column.clone() for column in batch.texts]
+    texts[-1][4] = texts[0][1]  # a text that comes twice
+    batch = dataclasses.replace(batch, texts=tuple(texts))
+    one, other = np.concatenate(arrays(output)), np.concatenate(arrays(output.again()))
+    text = [int(t) for column in texts for t in column]
+    row = [*range(7)] * len(texts)
+    found = []
+    for i in range(len(one)):
+        scores = {j: cosine(one[i], other[j]) / 0.1 for j in range(len(other))}
+        own = {text[j] for j in scores if row[j] == row[i]}
+        wrong = [j for j in scores if text[j] not in own]
+        found.append(math.log(sum(math.exp(scores[j] - scores[i]) for j in [i, *wrong])))
+    loss = build_objective("simcse", task, flags("--simcse_temperature", "0.1"))(output, batch)
+    assert loss.item() == pytest.approx(np.mean(found), rel=1e-10)
+    loss.backward()
+    assert all(v.grad.any() for v in (*output.vectors, *output.again().vectors)), "both passes learn"
 
 
 # --- weightings -------------------------------------------------------------------------------------------------------
