@@ -113,8 +113,8 @@ def test_a_loss_is_a_scalar_with_gradients_that_does_not_mind_the_order_of_the_r
 
 @pytest.mark.parametrize(("name", "kind"), FITTING)
 def test_a_loss_does_not_grow_with_the_batch(name: str, kind: str) -> None:
-    """TRAPS 12 and 16: losses on one scale, or the largest decides every step. Per-example losses keep it exactly; those
-    that compare rows grow by the logarithm of the candidates, or of the pairs, at the most."""
+    """TRAPS 12 and 16: losses on one scale, or the largest decides every step. Per-example losses keep it exactly;
+    those that compare rows grow by the logarithm of the candidates, or of the pairs, at the most."""
     output, batch = example(OF_KIND[kind])
     once = LOSSES[name](output, batch)
     twice = LOSSES[name](*rows(output, batch, [*range(7), *range(7)]))

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import Finished, assert_refused, run_script, the_error, write_task_files
@@ -70,6 +71,19 @@ IMPOSSIBLE = {
     "--averager ema --average_start 0.1": "--average_start only works with --averager swa, which is not set",
     "--label_smoothing 0.2": "--label_smoothing only works with a loss ce_smooth, which is not set",
     "--tasks para sts --sst_loss ce_smooth --label_smoothing 0.2": "--label_smoothing only works with a loss ce_smooth",
+    "--mnrl_scale 10": "--mnrl_scale only works with a loss mnrl, which is not set. Set it, or leave --mnrl_scale out.",
+    "--para_loss mnrl_head --mnrl_scale 10": "--mnrl_scale only works with a loss mnrl, which is not set",
+    TUNED
+    + "--para_loss bce+mnrl --mnrl_threshold 3": "--mnrl_threshold only works with a loss mnrl or mnrl_head of sts",
+    "--mnrl_symmetric": "--mnrl_symmetric only works with a loss mnrl or mnrl_head, which is not set.",
+    TUNED + "--para_loss bce+mnrl --train_tasks sst --mnrl_symmetric": "--mnrl_symmetric only works with a loss mnrl",
+    "--cosent_scale 10": "--cosent_scale only works with a loss cosent, which is not set.",
+    "--cosine_margin 0.5": "--cosine_margin only works with a loss cosine_embedding, which is not set.",
+    "--simcse_temperature 0.1": "--simcse_temperature only works with a loss simcse, which is not set.",
+    "--distill_temperature 3": "--distill_temperature only works with a loss distill of sst, cfimdb or para",
+    "--sts_loss distill --teacher x --distill_temperature 3": "--distill_temperature only works with a loss distill of",
+    "--teacher x": "--teacher only works with a loss distill, which is not set. Set it, or leave --teacher out.",
+    "--predict_train": "--predict_train only works with --predict_only, which is not set.",
     "--run runs/x": "--run only works with --predict_only, which is not set. Set it, or leave --run out.",
     # heads, pairings, losses
     "--sst_head cosine_affine": "--sst_head cosine_affine compares two sentences, but sst has one. Use --sst_head",
@@ -83,6 +97,35 @@ IMPOSSIBLE = {
     "--sst_head sigmoid": "--sst_head sigmoid gives a number, but sst needs a category. Use --sst_head linear or mlp.",
     "--sts_loss bce": "--sts_loss bce: bce is for a task whose output is a probability, found sts, whose output is a",
     "--sst_loss hinge": "--sst_loss hinge: a loss must be one of",
+    TUNED + "--sts_pairing cross --sts_loss mse+cosent": (
+        "--sts_loss mse+cosent: cosent compares the vectors of sentences, but --sts_pairing cross makes one of a pair. "
+        "Use --sts_pairing bi."
+    ),
+    TUNED
+    + "--pairing cross_symmetric --para_loss bce+simcse:0.1": "--para_pairing cross_symmetric makes one of a pair.",
+    TUNED + "--sst_loss ce+mnrl": "mnrl is for a task whose output is a probability or a number, found sst",
+    TUNED + "--para_loss mnrl": (
+        "--para_loss mnrl trains vectors only, but --para_head linear has to learn too. Use --para_loss bce+mnrl, or "
+        "--para_head cosine_affine."
+    ),
+    TUNED
+    + "--sts_loss cosent --sts_head siamese_cosine": "but --sts_head siamese_cosine has to learn too. Use --sts_l",
+    TUNED + "--sst_loss simcse": "but --sst_head linear has to learn too. Use --sst_loss ce+simcse.",
+    "--para_loss bce+mnrl:0.2": (
+        "--para_loss bce+mnrl:0.2: mnrl trains the encoder, but --option pretrain, the handout's default, freezes it. "
+        "Use --option finetune, or leave mnrl out."
+    ),
+    "--sst_loss distill": (
+        "--sst_loss distill needs the teacher's logits, found no --teacher. Add --teacher DIR, a directory with "
+        "sst-train.npz."
+    ),
+    "--sst_loss distill --teacher x --repeated_ids": "--teacher and --repeated_ids exclude each other: a row's teacher",
+    TUNED + "--chunk_rows 16": (
+        "--chunk_rows must be below the number of sentences in a batch, at most 16 here, found 16. Lower it, or leave"
+    ),
+    TUNED
+    + "--pairing cross --chunk_rows 8": "--chunk_rows must be below the number of sentences in a batch, at most 8",
+    "--chunk_rows 4": f"--chunk_rows 4 {ENCODER}",
     "--sts_loss mse:-1": "--sts_loss mse:-1: the weight of mse must be a number above 0, found '-1'. Write it like",
     "--sts_loss mse:": "the weight of mse must be a number above 0, found ''. Write it like mse:0.2",
     # surgery
@@ -157,12 +200,89 @@ def test_every_dependent_flag_is_a_case_and_exists():
         TUNED + "--sts_head cosine",
         TUNED + "--pairing cross --sts_pairing bi --sts_head siamese_cosine",
         "--weighting fixed --task_weights sts=2 sst=0.5",
+        "--para_loss bce+mnrl:0.2 --para_pooling bigru --mnrl_scale 10 --mnrl_symmetric",
+        TUNED + "--sts_loss mse+mnrl+cosent --mnrl_threshold 2 --cosent_scale 10 --chunk_rows 15",
+        TUNED + "--sts_loss cosine_embedding --sts_head cosine_affine --cosine_margin 0.1",
+        TUNED + "--regularizer smart --sst_loss ce+simcse:0.1 --simcse_temperature 0.1 --chunk_rows 3",
+        TUNED + "--regularizer bregman --combiner pcgrad --para_loss bce+mnrl --chunk_rows 3 --checkpoint_activations",
+        TUNED + "--precision bf16 --para_loss bce+mnrl+mnrl_head --sts_loss mse+cosent+simcse --chunk_rows 5",
     ],
 )
 def test_what_needs_something_runs_where_it_is_given(flags: str, classify: Classify, tmp_path: Path):
     finished = classify(*flags.split())
     assert finished.status == 0, finished.err
     assert len(list((tmp_path / "predictions").iterdir())) == 6
+
+
+# --- teachers ---------------------------------------------------------------------------------------------------------
+
+
+def teacher(folder: Path, rows: int = 8, outputs: int = 5, **arrays: object) -> Path:
+    ids = np.array([f"train{i:020d}" for i in range(rows)])
+    np.savez(folder / "sst-train.npz", **{"ids": ids, "logits": np.zeros((rows, outputs), np.float32)} | arrays)
+    return folder
+
+
+def test_a_teacher_that_fits_is_accepted(classify: Classify, tmp_path: Path):
+    flags = ["--tasks", "sst", "--sst_loss", "distill", "--teacher", teacher(tmp_path)]
+    assert classify(*flags).status == 0
+
+
+TEACHERS = {
+    "no file": (lambda folder: None, "cannot be read as logits; No such file or directory. Predict again."),
+    "a text": (lambda folder: (folder / "sst-train.npz").write_text("text"), "it is not an .npz file with ids and"),
+    "half a file": (
+        lambda folder: cut(teacher(folder) / "sst-train.npz"),
+        "it is not an .npz file with ids and logits",
+    ),
+    "one array": (lambda folder: np.save((folder / "sst-train.npz").open("wb"), np.ones(3)), "it is not an .npz file"),
+    "no logits": (
+        lambda folder: np.savez(folder / "sst-train.npz", ids=np.array(["a"])),
+        "it is not an .npz file with",
+    ),
+    "pickled ids": (
+        lambda folder: teacher(folder, ids=np.array([{}] * 8)),
+        "it is not an .npz file with ids and logits",
+    ),
+    "another task's": (
+        lambda folder: teacher(folder, outputs=1),
+        "must hold 5 finite logits for each of its 8 ids, found an array of shape (8, 1). Predict again.",
+    ),
+    "too few logits": (lambda folder: teacher(folder, logits=np.zeros((7, 5))), "found an array of shape (7, 5)."),
+    "no numbers": (
+        lambda folder: teacher(folder, logits=np.full((8, 5), np.nan)),
+        "must hold 5 finite logits for each of its 8 ids, found NaN or infinity. Predict again.",
+    ),
+    "text as logits": (lambda folder: teacher(folder, logits=np.full((8, 5), "x")), "it is not an .npz file with ids"),
+    "an id twice": (
+        lambda folder: teacher(folder, ids=np.array(["a"] * 8)),
+        "ids must be unique, found 7 of 8 repeated.",
+    ),
+    "rows missing": (
+        lambda folder: teacher(folder, rows=6),
+        "must have logits for every training row of sst; 2 of 8 are missing, such as train00000000000000000006. Write",
+    ),
+    "other data": (
+        lambda folder: teacher(folder, ids=np.arange(8).astype(str)),
+        "8 of 8 are missing, such as train0000",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", TEACHERS)
+def test_a_teacher_that_does_not_fit_is_refused(case: str, classify: Classify, tmp_path: Path):
+    make, message = TEACHERS[case]
+    make(tmp_path)
+    finished = classify("--tasks", "sst", "--sst_loss", "ce+distill", "--teacher", tmp_path)
+    assert_refused(finished, tmp_path, tmp_path / "sst-train.npz", message)
+
+
+def test_training_rows_are_not_predicted_for_a_run_with_repeated_ids(classify: Classify, tmp_path: Path):
+    assert classify("--tasks", "sst", "--repeated_ids").status == 0
+    before = sorted((tmp_path / "runs" / "r").iterdir())
+    finished = classify("--predict_only", "--predict_train", "--run", tmp_path / "runs" / "r", usual=False)
+    assert "--predict_train: logits are found by id, which must be unique in the training files" in the_error(finished)
+    assert sorted((tmp_path / "runs" / "r").iterdir()) == before
 
 
 # --- recipes ----------------------------------------------------------------------------------------------------------
