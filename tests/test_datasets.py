@@ -210,6 +210,7 @@ def test_moving_a_batch_keeps_everything(labels: torch.Tensor | None):
     for batch in (
         Batch("sts", ["a", "b"], encoded, labels),
         Batch("sst", ["a", "b"], (), labels, vectors),
+        Batch("sts", ["a", "b"], encoded, labels, texts=(torch.tensor([1, 2]),) * 2, teacher=torch.randn(2, 1)),
     ):
         for device in ("cpu", "meta"):
             moved = batch.to(torch.device(device))
@@ -223,8 +224,8 @@ def test_moving_a_batch_keeps_everything(labels: torch.Tensor | None):
 
 
 def tensors_of(batch: Batch) -> list[torch.Tensor]:
-    labels = [] if batch.labels is None else [batch.labels]
-    return [t for sentence in batch.sentences for t in sentence] + labels + list(batch.vectors or ())
+    labels = [t for t in (batch.labels, batch.teacher) if t is not None]
+    return [t for sentence in batch.sentences for t in sentence] + labels + list(batch.vectors or ()) + [*batch.texts]
 
 
 # --- batches ----------------------------------------------------------------------------------------------------------
