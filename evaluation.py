@@ -7,11 +7,11 @@ scores the dev files of a directory against the labels.
 
 import argparse
 import re
-import zipfile
 import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -107,16 +107,18 @@ def read_logits(path: Path, task: Task, *, labeled: bool) -> Predictions:
     remedy = f"Predict again: multitask_classifier.py --predict_only --run {path.parent}"
     try:
         with np.load(path, allow_pickle=False) as file:
-            ids, logits = file["ids"].tolist(), file["logits"].astype(np.float32)
+            ids, logits = list(map(str, file["ids"].tolist())), file["logits"].astype(np.float32)
             labels = file["labels"] if labeled else None
-    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        reason = getattr(error, "strerror", None) or str(error).strip("'\"").splitlines()[0]
-        raise InputError(f"{path}: cannot be read as the logits of a run; {reason}. {remedy}") from error
-    if logits.shape != (len(ids), task.num_outputs) or not np.isfinite(logits).all():
-        raise InputError(
-            f"{path}: must have {task.num_outputs} finite logits for each of {len(ids)} ids, found an array of shape "
-            f"{logits.shape}, {int((~np.isfinite(logits)).sum())} of them not finite. {remedy}"
-        )
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, EOFError, BadZipFile, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or f"it is not an .npz file with ids and logits ({error})"
+        raise InputError(f"{path}: cannot be read as logits; {reason}. {remedy}") from error
+    shape_fits = logits.shape == (len(ids), task.num_outputs)
+    if not shape_fits or not np.isfinite(logits).all():
+        found = "NaN or infinity" if shape_fits else f"an array of shape {logits.shape}"
+        logit = f"{task.num_outputs} finite logit{'s' * (task.num_outputs > 1)}"
+        raise InputError(f"{path}: must hold {logit} for each of its {len(ids)} ids, found {found}. {remedy}")
+    if repeated := len(ids) - len(set(ids)):
+        raise InputError(f"{path}: ids must be unique, found {repeated} of {len(ids)} repeated. {remedy}")
     if labels is not None and labels.shape != (len(ids),):
         raise InputError(f"{path}: must have a label for each of {len(ids)} ids, found {labels.size}. {remedy}")
     return Predictions(ids, logits, task.decode(torch.from_numpy(logits)).numpy(), labels)

@@ -271,15 +271,15 @@ def teacher_files(args: argparse.Namespace) -> dict[str, Path]:
 
 def with_teacher(split: Split, path: Path) -> Split:
     """The training rows with the teacher's logits, found by id; the teacher may know more rows."""
-    ids, logits = read_logits(path, split.task.num_outputs)
-    places = {identifier: row for row, identifier in enumerate(ids)}
+    found = read_logits(path, split.task, labeled=False)
+    places = {identifier: row for row, identifier in enumerate(found.ids)}
     absent = [identifier for identifier in split.ids if identifier not in places]
     if absent:
         raise InputError(
             f"{path}: must have logits for every training row of {split.task.name}; {len(absent)} of {len(split)} are "
             f"missing, such as {absent[0]}. Write them with --predict_only --predict_train --run RUN on this data."
         )
-    return split.with_teacher(torch.from_numpy(logits).float()[[places[identifier] for identifier in split.ids]])
+    return split.with_teacher(torch.from_numpy(found.logits)[[places[identifier] for identifier in split.ids]])
 
 
 # --- training and testing ---------------------------------------------------------------------------------------------

@@ -535,19 +535,19 @@ def test_runs_with_another_file_are_refused(split: str, runs: list[Path], combin
 
 
 BROKEN = {
-    "missing": (Path.unlink, "cannot be read as the logits of a run; No such file or directory."),
-    "garbage": (lambda path: path.write_bytes(b"garbage"), "cannot be read as the logits of a run; "),
-    "cut": (lambda path: path.write_bytes(path.read_bytes()[:-50]), "cannot be read as the logits of a run; "),
-    "empty": (lambda path: path.write_bytes(b""), "cannot be read as the logits of a run; "),
+    "missing": (Path.unlink, "cannot be read as logits; No such file or directory."),
+    "garbage": (lambda path: path.write_bytes(b"garbage"), "cannot be read as logits; "),
+    "cut": (lambda path: path.write_bytes(path.read_bytes()[:-50]), "cannot be read as logits; "),
+    "empty": (lambda path: path.write_bytes(b""), "cannot be read as logits; "),
     "no labels": (
         lambda path: np.savez(path, ids=np.array(["a"]), logits=np.zeros((1, 5))),
-        "cannot be read as the logits of a run; labels is not a file in the archive.",
+        "labels is not a file in the archive",
     ),
     "other shape": (
         lambda path: changed(path, logits=lambda x: x[:, :3]),
-        "must have 5 finite logits for each of 41 ids, found an array of shape (41, 3), 0 of them not finite.",
+        "must hold 5 finite logits for each of its 41 ids, found an array of shape (41, 3).",
     ),
-    "not finite": (lambda path: changed(path, logits=lambda x: x / 0), "205 of them not finite."),
+    "not finite": (lambda path: changed(path, logits=lambda x: x / 0), "found NaN or infinity."),
     "few labels": (
         lambda path: changed(path, labels=lambda x: x[:7]),
         "must have a label for each of 41 ids, found 7.",

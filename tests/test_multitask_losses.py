@@ -303,7 +303,7 @@ def test_chunks_train_and_predict_from_the_command_line(tiny_checkpoint: Path, t
 
 def test_predict_train_writes_the_logits_of_every_training_row(taught: Finished) -> None:
     for name in ("sst", "para", "sts"):
-        ids, logits = read_logits(taught.run / f"{name}-train.npz", TASKS[name].num_outputs)
+        ids, logits = read_logits(taught.run / f"{name}-train.npz", TASKS[name], labeled=True)[:2]
         assert ids == [f"train{i:020d}" for i in range(8)]
         assert logits.shape == (8, TASKS[name].num_outputs)
         with np.load(taught.run / f"{name}-train.npz") as found:
@@ -319,7 +319,9 @@ def test_predict_train_scores_all_rows_as_dev_is_scored_whatever_was_trained_on(
         text = (tmp_path / "data" / "sts-train.csv").read_text()
         (tmp_path / "data" / f"sts-{split}.csv").write_text(text)
     run_multitask(tmp_path, tiny_checkpoint, "--predict_only", "--predict_train", "--run", done.run)
-    (ids, train), (_, dev) = (read_logits(done.run / f"sts-{split}.npz", 1) for split in ("train", "dev"))
+    (ids, train), (_, dev) = (
+        read_logits(done.run / f"sts-{split}.npz", TASKS["sts"], labeled=True)[:2] for split in ("train", "dev")
+    )
     assert len(ids) == 8
     np.testing.assert_allclose(train, dev, rtol=1e-5)
 
@@ -330,7 +332,7 @@ def test_predict_train_follows_other_data(taught: Finished, tmp_path: Path) -> N
     try:
         flags = ["--data", tmp_path / "data", "--predictions", tmp_path / "predictions", "--run", taught.run]
         run_multitask(taught.folder, taught.folder, "--predict_only", "--predict_train", *flags)
-        assert len(read_logits(taught.run / "sst-train.npz", 5)[0]) == 5
+        assert len(read_logits(taught.run / "sst-train.npz", TASKS["sst"], labeled=True).ids) == 5
     finally:
         for name, content in before.items():
             (taught.run / name).write_bytes(content)
@@ -376,7 +378,7 @@ def test_a_run_goes_on_only_with_the_teacher_it_started_with(
     flags = ["--tasks", "sst", "--sst_loss", "ce+distill", "--teacher", tmp_path / "teacher"]
     run_multitask(tmp_path, tiny_checkpoint, *flags, "--epochs", 1)
     run_multitask(tmp_path, tiny_checkpoint, *flags, "--epochs", 1, "--resume")
-    ids, logits = read_logits(teacher, 5)
+    ids, logits = read_logits(teacher, TASKS["sst"], labeled=False)[:2]
     write_logits(teacher, Predictions(ids, logits + 1, np.zeros(8), None))
     with pytest.raises(InputError, match=r"sst-train\.npz changed since it was started"):
         run_multitask(tmp_path, tiny_checkpoint, *flags, "--epochs", 1, "--resume")
