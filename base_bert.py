@@ -243,11 +243,13 @@ class BertPreTrainedModel(nn.Module):
             module.bias.data.zero_()
 
     @classmethod
-    def from_pretrained(cls, name: str, *, keep_layers: int | None = None, **changes: float) -> Self:
+    def from_pretrained(
+        cls, name: str, *, keep_layers: int | None = None, takes_cls: bool = False, **changes: float
+    ) -> Self:
         """The model with a checkpoint's weights.
 
-        keep_layers: keep the first n layers only. changes: fields of the config to set anew, such as
-        hidden_dropout_prob.
+        keep_layers: keep the first n layers only. takes_cls: the caller reads the pre-training heads (cls.*) itself, so
+        that there is nothing to note. changes: fields of the config to set anew, such as hidden_dropout_prob.
         """
         folder = find_checkpoint(name)
         path = folder / "config.json"
@@ -266,10 +268,10 @@ class BertPreTrainedModel(nn.Module):
             weights = {k: w for k, w in weights.items() if _layer_number(k) < keep_layers}
             changes["num_hidden_layers"] = keep_layers
         model = cls(BertConfig(**{**vars(config), **changes}))
-        model.load_usual_weights(weights, folder)
+        model.load_usual_weights(weights, folder, takes_cls=takes_cls)
         return model
 
-    def load_usual_weights(self, weights: dict[str, Tensor], source: Path) -> None:
+    def load_usual_weights(self, weights: dict[str, Tensor], source: Path, *, takes_cls: bool = False) -> None:
         """Copies tensors under their usual names; anything missing, unexpected or mis-shaped is listed in one error."""
         wanted = {usual_name(name): parameter for name, parameter in self.named_parameters()}
         pooler = {name for name in wanted if name.startswith("pooler.")}
@@ -279,7 +281,7 @@ class BertPreTrainedModel(nn.Module):
         copy_tensors(found, wanted, source, misfit, optional=pooler)
         if wanted.keys() - weights.keys():
             warn(f"{source} has no pooler: its weights start at random.")
-        if any(k.startswith("cls.") for k in ignored):
+        if any(k.startswith("cls.") for k in ignored) and not takes_cls:
             warn(f"{source}: the pre-training heads (cls.*) are not used.")
         if any(k.startswith(HEADS) for k in ignored):
             warn(f"{source}: the heads of an earlier run are not used.")

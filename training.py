@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import operator
 import pickle
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -48,11 +49,11 @@ class Seen:
 
     def add(self, batch: Batch, step: int, loss: Tensor, penalty: Tensor, logits: Tensor) -> None:
         self.losses.append((batch.task, step, (loss + penalty).detach()))
-        for kept, tensor in (
-            (self.penalties, penalty),
-            (self.values, TASKS[batch.task].decode(logits.detach().float())),  # numpy has no bfloat16
-            (self.labels, batch.labels),
-        ):
+        noted = [(self.penalties, penalty)]
+        if batch.task in TASKS:  # the objectives of pre-training have no score of a row
+            noted.append((self.values, TASKS[batch.task].decode(logits.detach().float())))  # numpy has no bfloat16
+            noted.append((self.labels, batch.labels))
+        for kept, tensor in noted:
             kept.setdefault(batch.task, []).append(tensor.detach())
         if len(self.losses) - self.checked >= CHECK_EVERY:
             self.check()
@@ -171,6 +172,7 @@ def fit(
     epochs: int,
     run: Run,
     *,
+    better: Callable[[float, float], bool] = operator.gt,
     steps_in: Callable[[int], int] = lambda epoch: 0,
     patience: int = 0,
     keep_state: bool = False,
@@ -179,8 +181,9 @@ def fit(
     """Trains, evaluates after every epoch, and leaves the model with the weights of the best one.
 
     steps(epoch) are the updates of an epoch, steps_in(epoch) of them. evaluate() -> scores; the epoch with the highest
-    scores[select] is kept, the earlier one in a tie. patience: stop after so many epochs without a better one; 0:
-    never. keep_state: write state.pt after every epoch, from which `resume` goes on. Returns the best scores.
+    scores[select] is kept (operator.lt as `better`: with the lowest), the earlier one in a tie. patience: stop after so
+    many epochs without a better one; 0: never. keep_state: write state.pt after every epoch, from which `resume` goes
+    on. Returns the best scores.
     """
     progress = load_progress(trainer, run) if resume else Progress()
     for epoch in range(progress.epoch + 1, epochs + 1):
@@ -193,7 +196,7 @@ def fit(
         progress.epoch = epoch
         with trainer.averager.applied(trainer.model):
             scores = evaluate()
-            is_best = not progress.best or scores[select] > progress.best[select]
+            is_best = not progress.best or better(scores[select], progress.best[select])
             if is_best:
                 progress.best, progress.best_epoch = scores, epoch
                 save_best(trainer.model, run)

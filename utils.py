@@ -216,8 +216,8 @@ class Run:
     def must_be_new(folder: Path) -> None:
         if folder.exists():
             raise InputError(
-                f"{folder}: the run exists already. Go on with it by --resume (multitask_classifier.py), give another "
-                "--name, or remove the directory."
+                f"{folder}: the run exists already. Go on with it by --resume (multitask_classifier.py, pretrain.py), "
+                "give another --name, or remove the directory."
             )
 
     @classmethod
