@@ -1,5 +1,6 @@
 """Further pre-training: objectives against transformers and float64 NumPy, masks by statistics, the script itself."""
 
+import itertools
 import json
 import math
 import re
@@ -222,6 +223,19 @@ def test_masks_are_drawn_anew_in_every_pass_and_every_sentence_comes_once(tokeni
     assert one != other
 
 
+def test_every_epoch_has_its_own_masks_and_the_same_ones_when_it_is_run_again(tokenizer: BertTokenizer) -> None:
+    source = masked_sentences(tokenizer)
+
+    def labels(epoch: int, batches: int) -> list[list[list[int]]]:
+        found = pretrain.endless_batches(source, 48, 11711, epoch)
+        return [batch.labels.tolist() for batch in itertools.islice(found, batches)]
+
+    first, second = labels(1, 2)  # two passes within an epoch
+    assert first != second
+    assert labels(1, 1) == [first]
+    assert labels(2, 1) not in ([first], [second])
+
+
 # --- next sentences ---------------------------------------------------------------------------------------------------
 
 
@@ -396,6 +410,21 @@ def test_held_out_figures_are_the_same_at_every_look_and_leave_the_random_number
     torch.manual_seed(1)
     assert torch.rand(()) == after
     assert measure(model, name, source, FP32) == first
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_held_out_text_is_scored_without_dropout_unless_dropout_is_the_objective(
+    name: str, tokenizer: BertTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, modes, predict = build(name).train(name != "simcse"), set(), PretrainingBERT.predict
+
+    def predicting(model: PretrainingBERT, batch: Batch) -> object:
+        modes.add((model.training, torch.is_grad_enabled()))
+        return predict(model, batch)
+
+    monkeypatch.setattr(PretrainingBERT, "predict", predicting)
+    measure(model, name, source_of(name, tokenizer), FP32)
+    assert modes == {(name == "simcse", False)}
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)

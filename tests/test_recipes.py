@@ -1,5 +1,6 @@
 """Recipes: every row of the papers' tables has one or says what it waits for, and every one of them runs."""
 
+import importlib
 import re
 import sys
 from pathlib import Path
@@ -13,8 +14,8 @@ from multitask_classifier import build_parser, get_args
 
 FOLDER = ROOT / "recipes"
 README = (FOLDER / "README.md").read_text(encoding="utf-8")
-PART_1 = {"classifier-quickstart", "classifier-minilm-finetune"}  # for classifier.py
-OUR_OWN = {"quickstart", "best"}  # and all of minilm/: adapted, so they name their model
+# and all of minilm/: adapted, so they name their model
+OUR_OWN = {"quickstart", "best", "classifier-quickstart", "classifier-minilm-finetune"}
 # The rows of the papers' tables, by the name of their recipe: none may get lost, with a file or without.
 ROWS = [
     "parts/baseline-last-linear", "parts/baseline-full", "parts/pos", "parts/siamese", "parts/combined",
@@ -38,21 +39,19 @@ def name_of(path: Path) -> str:
     return path.relative_to(FOLDER).with_suffix("").as_posix()
 
 
+def script_of(path: Path) -> str:
+    """The script that a recipe is for, by the command in its comment: `#   python SCRIPT.py @recipes/NAME.txt`."""
+    command = rf"^# .*\bpython3? (\w+)\.py @recipes/{re.escape(name_of(path))}\.txt"
+    found = re.search(command, path.read_text(encoding="utf-8"), flags=re.M)
+    assert found, f"{path}: its comment must tell the command, `#   python SCRIPT.py @recipes/{name_of(path)}.txt`"
+    return found[1]
+
+
 RECIPES = {name_of(path): path for path in sorted(FOLDER.rglob("*.txt"))}
-
-
-def comment_of(name: str) -> str:
-    return "\n".join(line for line in RECIPES[name].read_text(encoding="utf-8").splitlines() if line.startswith("#"))
-
-
-def script_of(name: str) -> str:
-    """By the comment's command that runs the recipe itself."""
-    return re.search(rf"^# +python (\w+\.py) @recipes/{name}\.txt", comment_of(name), flags=re.M)[1]
-
-
-SCRIPTS = {name: script_of(name) for name in RECIPES if name not in PART_1}
-PART_2 = [name for name, script in SCRIPTS.items() if script == "multitask_classifier.py"]
-ENSEMBLES = [name for name, script in SCRIPTS.items() if script == "ensemble.py"]
+SCRIPTS = {name: script_of(path) for name, path in RECIPES.items()}
+DRY = [name for name, script in SCRIPTS.items() if script in ("multitask_classifier", "pretrain")]  # with --dry_run
+PART_2 = [name for name, script in SCRIPTS.items() if script == "multitask_classifier"]
+ENSEMBLES = [name for name, script in SCRIPTS.items() if script == "ensemble"]
 OF_PAPERS = [name for name in PART_2 if name in ROWS]
 TABLE = {
     name: {"paper": paper, "dev": dev, "what": what}
@@ -66,6 +65,10 @@ def flags_in(name: str) -> list[str]:
     """The flags that a recipe's own lines set."""
     lines = (line.partition("#")[0].split() for line in RECIPES[name].read_text(encoding="utf-8").splitlines())
     return [line[0] for line in lines if line]
+
+
+def comment_of(name: str) -> str:
+    return "\n".join(line for line in RECIPES[name].read_text(encoding="utf-8").splitlines() if line.startswith("#"))
 
 
 # --- what there is ----------------------------------------------------------------------------------------------------
@@ -88,7 +91,7 @@ def test_every_row_of_the_papers_has_a_recipe_or_says_what_it_needs(name: str) -
 def test_every_file_of_the_table_exists_and_belongs_to_a_row_or_is_our_own() -> None:
     for name in set(TABLE) - set(ROWS):
         assert name in RECIPES, name
-        assert name in PART_1 | OUR_OWN or name.startswith("minilm/"), name
+        assert name in OUR_OWN or name.startswith("minilm/"), name
 
 
 def test_the_readme_runs_only_recipes_that_exist() -> None:
@@ -99,12 +102,12 @@ def test_the_readme_runs_only_recipes_that_exist() -> None:
 # --- what they say ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", PART_2)
+@pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_parses_and_is_consistent(name: str) -> None:
-    get_args([f"@{RECIPES[name]}"])
+    importlib.import_module(SCRIPTS[name]).get_args([f"@{RECIPES[name]}"])
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", RECIPES)
 def test_no_flag_is_set_twice_in_a_recipe_and_none_that_is_the_users(name: str) -> None:
     flags = flags_in(name)
     assert len(flags) == len(set(flags))
@@ -118,7 +121,7 @@ def test_a_papers_recipe_leaves_model_and_data_to_the_defaults(name: str) -> Non
     assert {"--lr", "--epochs", "--batch_size", "--hidden_dropout_prob"} <= set(flags_in(name))
 
 
-@pytest.mark.parametrize("name", [name for name in PART_2 if name not in OF_PAPERS])
+@pytest.mark.parametrize("name", [name for name in RECIPES if name not in ROWS])
 def test_our_own_recipes_name_their_model(name: str) -> None:
     assert "--model" in flags_in(name)
 
@@ -156,7 +159,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", PART_2)
+@pytest.mark.parametrize("name", DRY)
 def test_every_recipe_runs_two_steps(
     name: str,
     tiny_checkpoint: Path,
@@ -167,10 +170,10 @@ def test_every_recipe_runs_two_steps(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     argv = [f"@{RECIPES[name]}", "--model", str(tiny_checkpoint), "--data", str(data), "--dry_run"]
-    monkeypatch.setattr(sys, "argv", ["multitask_classifier.py", *argv])
-    multitask_classifier.main()
+    monkeypatch.setattr(sys, "argv", [f"{SCRIPTS[name]}.py", *argv])
+    importlib.import_module(SCRIPTS[name]).main()
     printed = capsys.readouterr().out
-    for task in get_args(argv).tasks:
+    for task in get_args(argv).tasks if name in PART_2 else ():
         assert re.search(rf"^{task}: wrote .+{task}-dev-output\.csv, 8 rows", printed, flags=re.M)
     assert printed.endswith("dry run: two steps of everything went through; nothing was kept.\n")
     assert list(tmp_path.iterdir()) == []
