@@ -3,6 +3,7 @@
 A name is the alias `minilm`, a directory in the usual layout, or a hub id such as `bert-base-uncased`.
 """
 
+import contextlib
 import importlib.util
 import json
 import re
@@ -42,6 +43,8 @@ NAMES = {
 
 # What a multitask run writes beside its encoder. An encoder alone is loaded without it.
 HEADS = ("heads.", "poolers.", "shared_pair_layer.", "weighting.")
+ADAPTER = "adapter."
+TASK_ADAPTERS = "adapter.tasks."  # those that can not be merged into the encoder, each task having its own
 
 
 def usual_name(ours: str) -> str:
@@ -219,9 +222,15 @@ def usual_state(model: nn.Module) -> dict[str, Tensor]:
     """All of a model that has an encoder `bert`, to be saved: the encoder under `bert.` and its usual names, the rest
     under its own. `transformers.AutoModel` and --model read the encoder out of it.
 
+    What lies over the encoder's weights and can be merged into them (adapters.LowRank) is merged here, so that the
+    encoder alone has all that was learned; the model itself stays as it is.
     On the CPU, and of a model that is there already without a copy: the tensors change as it trains on.
     """
-    return {name: tensor.detach().cpu().contiguous() for name, tensor in _tensors_by_usual_name(model).items()}
+    with contextlib.ExitStack() as stack:
+        for part in model.modules():
+            if hasattr(part, "merged"):
+                stack.enter_context(part.merged())
+        return {name: tensor.detach().cpu().contiguous() for name, tensor in _tensors_by_usual_name(model).items()}
 
 
 def load_usual_state(model: nn.Module, tensors: dict[str, Tensor], source: Path) -> None:
@@ -275,7 +284,7 @@ class BertPreTrainedModel(nn.Module):
         """Copies tensors under their usual names; anything missing, unexpected or mis-shaped is listed in one error."""
         wanted = {usual_name(name): parameter for name, parameter in self.named_parameters()}
         pooler = {name for name in wanted if name.startswith("pooler.")}
-        ignored = {k for k in weights if k.startswith(("cls.", *HEADS)) or k == "embeddings.position_ids"}
+        ignored = {k for k in weights if k.startswith(("cls.", ADAPTER, *HEADS)) or k == "embeddings.position_ids"}
         found = {k: tensor for k, tensor in weights.items() if k not in ignored}
         misfit = "the weights do not fit its config.json", "Check that both belong together"
         copy_tensors(found, wanted, source, misfit, optional=pooler)
@@ -285,6 +294,8 @@ class BertPreTrainedModel(nn.Module):
             warn(f"{source}: the pre-training heads (cls.*) are not used.")
         if any(k.startswith(HEADS) for k in ignored):
             warn(f"{source}: the heads of an earlier run are not used.")
+        if any(k.startswith(TASK_ADAPTERS) for k in ignored):
+            warn(f"{source}: the task-specific adapters (PALs) of an earlier run are not used.")
 
     def save_pretrained(self, folder: Path) -> None:
         """Writes config.json and model.safetensors under the usual names; `transformers.AutoModel` loads them."""

@@ -4,7 +4,7 @@ Shapes:  B batch   T tokens   H hidden size   N attention heads   D head size (H
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
@@ -111,14 +111,25 @@ class BertLayer(nn.Module):
         """LayerNorm(input + dropout(dense(output))): dropout stands between the projection and the sum."""
         return ln_layer(input + dropout(dense_layer(output)))
 
-    def forward(self, hidden_states: Tensor, attention_mask: Tensor) -> Tensor:
-        """(B, T, H) -> (B, T, H)"""
+    def attend(self, hidden_states: Tensor, attention_mask: Tensor) -> Tensor:
+        """The lower half: x = LayerNorm(h + attention(h)), (B, T, H) -> (B, T, H)."""
         attended = self.self_attention(hidden_states, attention_mask)
-        x = self.add_norm(
+        return self.add_norm(
             hidden_states, attended, self.attention_dense, self.attention_dropout, self.attention_layer_norm
         )
+
+    def feed_forward(self, x: Tensor, beside: Tensor) -> Tensor:
+        """The upper half: LayerNorm(beside + FFN(x)), (B, T, H) -> (B, T, H). In BERT, x itself stands beside."""
         inner = self.interm_af(self.interm_dense(x))  # (B, T, 4H)
-        return self.add_norm(x, inner, self.out_dense, self.out_dropout, self.out_layer_norm)
+        return self.add_norm(beside, inner, self.out_dense, self.out_dropout, self.out_layer_norm)
+
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor) -> Tensor:
+        """(B, T, H) -> (B, T, H)"""
+        x = self.attend(hidden_states, attention_mask)
+        return self.feed_forward(x, x)
+
+
+Layer = Callable[[Tensor, Tensor], Tensor]  # hidden states (B, T, H), mask (B, 1, 1, T) of 0 and -inf -> (B, T, H)
 
 
 class BertModel(BertPreTrainedModel):
@@ -159,13 +170,16 @@ class BertModel(BertPreTrainedModel):
         segments = self.tk_type_embedding(token_type_ids)  # (B, T, H)
         return self.embed_dropout(self.embed_layer_norm(words + positions + segments))
 
-    def encode(self, hidden_states: Tensor, attention_mask: Tensor) -> Tensor:
-        """Runs the layers: (B, T, H) -> (B, T, H). attention_mask: (B, T), 1 for a real token."""
+    def encode(self, hidden_states: Tensor, attention_mask: Tensor, layers: Iterable[Layer] | None = None) -> Tensor:
+        """Runs the layers: (B, T, H) -> (B, T, H). attention_mask: (B, T), 1 for a real token.
+
+        layers: run these instead of the model's own.
+        """
         # A padding key gets weight exactly 0, so a sentence never sees what it was batched with.
         mask = torch.zeros_like(attention_mask, dtype=hidden_states.dtype)
         mask = mask.masked_fill(attention_mask == 0, -math.inf)[:, None, None, :]  # (B, 1, 1, T)
         keep = not (self.checkpoint_activations and torch.is_grad_enabled())
-        for layer in self.bert_layers:
+        for layer in self.bert_layers if layers is None else layers:
             # checkpoint draws the same dropout masks again when it computes the layer a second time
             hidden_states = (
                 layer(hidden_states, mask) if keep else checkpoint(layer, hidden_states, mask, use_reentrant=False)

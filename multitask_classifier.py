@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import adapters
 import heads
 import losses
 import optimizer
@@ -73,7 +74,7 @@ class MultitaskBERT(nn.Module):
         self.bert.checkpoint_activations = flags.checkpoint_activations
         self.chunk_rows = flags.chunk_rows
         self.frozen = flags.option == "pretrain"
-        self.bert.requires_grad_(not self.frozen)
+        self.bert.requires_grad_(not (self.frozen or flags.adapter_only))
         self.pairings = {name: pairing_of(TASKS[name], flags, "train") for name in flags.tasks}
         self.dev_pairings = {name: pairing_of(TASKS[name], flags, "dev") for name in flags.tasks}
         H, dropout = self.bert.config.hidden_size, flags.hidden_dropout_prob
@@ -87,6 +88,7 @@ class MultitaskBERT(nn.Module):
         shared = nn.Sequential(nn.Linear(H, H), nn.GELU()) if flags.share_pair_layer else nn.Identity()
         self.shared_pair_layer = shared
         self.weighting = losses.build_weighting(flags, [TASKS[name] for name in flags.tasks])  # the optimizer owns it
+        self.adapter = adapters.build_adapter(flags, self.bert, flags.tasks)  # last: the heads start as without it
 
     def train(self, mode: bool = True) -> "MultitaskBERT":
         super().train(mode)
@@ -100,8 +102,8 @@ class MultitaskBERT(nn.Module):
         return self.frozen and not any(p.requires_grad for p in self.poolers.parameters())
 
     def shared_parameters(self) -> list[nn.Parameter]:
-        """What every task's gradient reaches: gradient surgery works on these; the heads keep theirs."""
-        return [p for p in self.bert.parameters() if p.requires_grad]
+        """What every task's gradient reaches: gradient surgery works on these; heads and PALs keep their gradients."""
+        return [p for p in (*self.bert.parameters(), *self.adapter.shared_parameters()) if p.requires_grad]
 
     def embed(self, batch: Batch) -> Tensor:
         """The embedding layer's output for all sentences of the batch, below each other: (R, T, H)."""
@@ -119,7 +121,7 @@ class MultitaskBERT(nn.Module):
         """
         embeddings = self.embed(batch) if embeddings is None else embeddings
         mask = stack(batch.sentences).attention_mask  # (R, T)
-        encode = partial(self._encode, self.poolers[batch.task])
+        encode = partial(self._encode, self.adapter.layers(batch.task), self.poolers[batch.task])
         if self.chunk_rows and torch.is_grad_enabled():
             chunks = zip(embeddings.split(self.chunk_rows), mask.split(self.chunk_rows), strict=True)
             vectors = torch.cat([checkpoint(encode, *chunk, use_reentrant=False) for chunk in chunks])  # (R, H)
@@ -127,8 +129,8 @@ class MultitaskBERT(nn.Module):
             vectors = encode(embeddings, mask)
         return vectors.chunk(len(batch.sentences))
 
-    def _encode(self, pooler: heads.Pooler, embeddings: Tensor, mask: Tensor) -> Tensor:
-        return pooler(self.bert.encode(embeddings, mask), mask)  # (R, T, H) -> (R, H)
+    def _encode(self, layers: Sequence[Layer], pooler: heads.Pooler, embeddings: Tensor, mask: Tensor) -> Tensor:
+        return pooler(self.bert.encode(embeddings, mask, layers), mask)  # (R, T, H) -> (R, H)
 
     def logits(self, task: str, vectors: tuple[Tensor, ...], views: tuple[tuple[int, ...], ...]) -> Tensor:
         """(B, C): the mean over the views, of which there are two where pairs are scored both ways."""
@@ -330,7 +332,7 @@ def train_multitask(args: argparse.Namespace) -> dict[str, float]:
     seed_everything(args.seed)
     model = MultitaskBERT(args).to(precision.device)
     if args.compile:
-        model.bert.compile_layers()
+        model.adapter.compile_layers()
     for path in {Path(getattr(args, f"{n}_{s}_out")).parent for n in args.tasks for s in ("dev", "test")}:
         writable_directory(path, "the prediction files' directory")
     run = open_run(args)
@@ -378,7 +380,8 @@ def describe(args: argparse.Namespace, model: MultitaskBERT, splits: Splits, pre
         f"{args.option} {args.model} | {precision.device.type} {args.precision} | {torch.get_num_threads()} threads | "
         f"{trainable:,} of {total:,} parameters train | lr {args.lr:g}"
     )
-    print(f"sampler {args.sampler} | combiner {args.combiner} | regularizer {args.regularizer}")
+    chain = f"sampler {args.sampler} | combiner {args.combiner} | regularizer {args.regularizer}"
+    print(chain + model.adapter.summary())
     for name, of_task in splits.items():
         sizes = ", ".join(f"{split} {len(rows)}" for split, rows in of_task.items())
         parts = [f"{what} {chosen(args, name, what)}" for what in ("pooling", "head")]
@@ -471,7 +474,7 @@ def build_parser() -> ArgumentParser:
     add("--dry_run", action="store_true", help="two steps of everything, in a temporary directory; nothing is kept")
     _add_model_arguments(parser)
     _add_data_arguments(parser)
-    for owner in (optimizer, sampling, losses, pcgrad, smart):
+    for owner in (optimizer, sampling, losses, pcgrad, smart, adapters):
         owner.add_arguments(parser)
     parser.set_defaults(lr=1e-5)
     return parser
@@ -565,6 +568,10 @@ DEPENDENT_FLAGS = (
     ("cagrad_", "--combiner cagrad", lambda args: args.combiner == "cagrad"),
     ("gradvac_", "--combiner gradvac", lambda args: args.combiner == "gradvac"),
     ("ema_", "--averager ema", lambda args: args.averager == "ema"),
+    ("pal_", "--adapter pal", lambda args: args.adapter == "pal"),
+    ("lora_", "--adapter lora", lambda args: args.adapter == "lora"),
+    ("mixout_", "--adapter mixout", lambda args: args.adapter == "mixout"),
+    ("adapter_only", "--adapter pal or lora", lambda args: adapters.ADAPTERS[args.adapter].own_parameters),
     ("average_start", "--averager swa", lambda args: args.averager == "swa"),
     ("label_smoothing", "a loss ce_smooth", lambda args: any("ce_smooth" in loss_of(args, t) for t in args.tasks)),
     ("cosine_margin", "a loss cosine_embedding", lambda args: learning_by(args, "cosine_embedding")),
@@ -607,6 +614,8 @@ def validate(args: argparse.Namespace) -> None:
     validate_chunks(args)
     if args.option == "pretrain":
         validate_frozen(args)
+    if args.adapter_only:
+        validate_adapter_only(args)
     if args.share_pair_layer and sum(len(TASKS[name].text_columns) == 2 for name in args.tasks) < 2:
         raise InputError(
             "--share_pair_layer needs two tasks on pairs in --tasks, para and sts. Add one, or leave it out."
@@ -699,6 +708,7 @@ def validate_frozen(args: argparse.Namespace) -> None:
     needs_training = {
         f"--combiner {args.combiner}": args.combiner != "sum",
         f"--regularizer {args.regularizer}": args.regularizer != "none",
+        f"--adapter {args.adapter}": args.adapter != "none",
         "--compile": args.compile,
         "--checkpoint_activations": args.checkpoint_activations,
         f"--chunk_rows {args.chunk_rows}": args.chunk_rows is not None,
@@ -724,6 +734,25 @@ def validate_frozen(args: argparse.Namespace) -> None:
                     f"--{task.name}_loss {loss_of(args, task.name)}: {name} trains the encoder, but --option pretrain, "
                     f"the handout's default, freezes it. Use --option finetune, or leave {name} out."
                 )
+
+
+def validate_adapter_only(args: argparse.Namespace) -> None:
+    """What needs an encoder that trains itself, not only what lies over it."""
+    if args.combiner != "sum" and not adapters.ADAPTERS[args.adapter].shared:
+        raise InputError(
+            f"--combiner {args.combiner} works on weights that tasks share; --adapter {args.adapter} with "
+            "--adapter_only trains none, found each task with its own. Use --combiner sum, or leave out --adapter_only."
+        )
+    if args.layer_decay != 1:
+        raise InputError(
+            f"--layer_decay {args.layer_decay:g} is for the encoder's layers, but --adapter_only freezes them. "
+            "Leave one of them out; --head_lr sets the adapter's rate."
+        )
+    if "smart" in parts(args) and args.smart_start == "logits":
+        raise InputError(
+            "--smart_start logits goes back to the embeddings through the clean pass, but --adapter_only freezes them. "
+            "Use --smart_start embeddings, or leave out --adapter_only."
+        )
 
 
 def flags_of_run(argv: list[str] | None, folder: Path) -> argparse.Namespace:

@@ -1,4 +1,4 @@
-"""The handout's AdamW, written by hand; parameter groups; learning-rate schedules; averages of the weights.
+"""The handout's AdamW, written by hand, and torch's others; parameter groups; schedules; averages of the weights.
 
 Algorithm 1 of Kingma & Ba 2015 (arXiv:1412.6980) in its efficient form, with the decoupled weight decay of Loshchilov &
 Hutter 2019 (arXiv:1711.05101) as the last update of a step.
@@ -9,6 +9,7 @@ import contextlib
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -307,16 +308,38 @@ def build_averager(args: argparse.Namespace, model: nn.Module) -> NoAverage:
 
 # --- flags ------------------------------------------------------------------------------------------------------------
 
+# Each takes parameter groups with their own lr and weight_decay. All but adamw are torch's, with torch's defaults
+# where nothing else is said; sgd and adamax know weight decay as an L2 term of the gradient only.
+OPTIMIZERS: dict[str, Callable[[list[dict[str, Any]]], Optimizer]] = {
+    "adamw": AdamW,
+    "torch_adamw": torch.optim.AdamW,
+    "sgd": partial(torch.optim.SGD, momentum=0.9),  # Sutskever et al. 2013; wants a far larger rate than Adam
+    "adamax": torch.optim.Adamax,  # Kingma & Ba 2015, Algorithm 2
+    "nadam": partial(torch.optim.NAdam, decoupled_weight_decay=True),  # Dozat 2016
+    "radam": partial(torch.optim.RAdam, decoupled_weight_decay=True),  # Liu et al. 2020, arXiv:1908.03265
+    "adafactor": torch.optim.Adafactor,  # Shazeer & Stern 2018, arXiv:1804.04235; the rate is relative to the weights
+}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("optimization")
     rate = number(float, 0, 1, above=True)
+    group.add_argument(
+        "--optimizer", choices=sorted(OPTIMIZERS), default="adamw", help="adamw: the handout's; others: torch's"
+    )
     group.add_argument("--lr", type=rate, help="learning rate; classifier.py has 1e-3 for a frozen encoder, else 1e-5")
-    group.add_argument("--head_lr", type=rate, help="learning rate outside the encoder; None: as --lr")
+    group.add_argument(
+        "--head_lr", type=rate, help="learning rate outside the encoder, adapters included; None: as --lr"
+    )
     group.add_argument(
         "--layer_decay", type=rate, default=1.0, help="factor on the rate from each layer to the one below"
     )
-    group.add_argument("--weight_decay", type=number(float, 0, 1), default=0.0, help="decoupled weight decay")
+    group.add_argument(
+        "--weight_decay",
+        type=number(float, 0, 1),
+        default=0.0,
+        help="weight decay, decoupled; of sgd and adamax: an L2 term",
+    )
     group.add_argument("--decay_matrices_only", action="store_true", help="no decay on biases and LayerNorm")
     group.add_argument("--schedule", choices=sorted(SCHEDULES), default="constant", help="learning rate over the steps")
     group.add_argument("--warmup", type=number(float, 0, 1), default=0.0, help="share of steps with a rising rate")
@@ -332,8 +355,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def build_optimizer(args: argparse.Namespace, model: nn.Module) -> AdamW:
-    return AdamW(
+def build_optimizer(args: argparse.Namespace, model: nn.Module) -> Optimizer:
+    return OPTIMIZERS[args.optimizer](
         parameter_groups(
             model,
             args.lr,

@@ -93,9 +93,9 @@ def run_multitask(folder: Path, model: Path, *flags: object) -> Finished:
         build_model(model, config)
         done.models.append(model)
 
-    def counting(bert: BertModel, hidden_states: Tensor, attention_mask: Tensor) -> Tensor:
+    def counting(bert: BertModel, hidden_states: Tensor, *others: object) -> Tensor:
         done.encoded.append((len(hidden_states), bert.training))
-        return encode(bert, hidden_states, attention_mask)
+        return encode(bert, hidden_states, *others)
 
     given = {"--model": model, "--data": folder / "data", "--runs": folder / "runs", "--name": "r"}
     given |= {"--predictions": folder / "predictions", "--batch_size": 3, "--eval_batch_size": 5}
@@ -410,7 +410,7 @@ def test_a_pair_costs_one_forward_pass(
     pairing: str, rows: int, build: Build, tokenizer: BertTokenizer, monkeypatch: pytest.MonkeyPatch
 ):
     model, seen, encode = build(pairing=pairing), [], BertModel.encode
-    monkeypatch.setattr(BertModel, "encode", lambda bert, x, mask: (seen.append(len(x)), encode(bert, x, mask))[1])
+    monkeypatch.setattr(BertModel, "encode", lambda bert, x, *rest: (seen.append(len(x)), encode(bert, x, *rest))[1])
     split = split_of(STS, tokenizer, pairing, random_texts(3, 5), random_texts(3, 6))
     logits_of(model, split, torch.arange(3))
     assert seen == [rows]

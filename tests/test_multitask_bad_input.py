@@ -85,6 +85,11 @@ IMPOSSIBLE = {
     "--teacher x": "--teacher only works with a loss distill, which is not set. Set it, or leave --teacher out.",
     "--predict_train": "--predict_train only works with --predict_only, which is not set.",
     "--run runs/x": "--run only works with --predict_only, which is not set. Set it, or leave --run out.",
+    TUNED + "--pal_dim 8": "--pal_dim only works with --adapter pal, which is not set. Set it, or leave",
+    TUNED + "--adapter pal --lora_on key": "--lora_on only works with --adapter lora, which is not set.",
+    TUNED + "--adapter lora --mixout_p 0.5": "--mixout_p only works with --adapter mixout, which is not set.",
+    TUNED + "--adapter_only": "--adapter_only only works with --adapter pal or lora, which is not set.",
+    TUNED + "--adapter mixout --adapter_only": "--adapter_only only works with --adapter pal or lora",
     # heads, pairings, losses
     "--sst_head cosine_affine": "--sst_head cosine_affine compares two sentences, but sst has one. Use --sst_head",
     "--head siamese": "--sst_head siamese compares two sentences, but sst has one. Use --sst_head linear or mlp.",
@@ -145,6 +150,20 @@ IMPOSSIBLE = {
     "--compile": f"--compile {ENCODER}",
     "--checkpoint_activations": f"--checkpoint_activations {ENCODER}",
     "--layer_decay 0.9": f"--layer_decay 0.9 {ENCODER}",
+    "--adapter lora": f"--adapter lora {ENCODER}",
+    TUNED + "--adapter pal --adapter_only --combiner pcgrad": (
+        "--combiner pcgrad works on weights that tasks share; --adapter pal with --adapter_only trains none, found "
+        "each task with its own. Use --combiner sum, or leave out --adapter_only."
+    ),
+    TUNED + "--adapter lora --adapter_only --layer_decay 0.9": (
+        "--layer_decay 0.9 is for the encoder's layers, but --adapter_only freezes them. Leave one of them out"
+    ),
+    TUNED + "--adapter lora --adapter_only --regularizer smart --smart_start logits": (
+        "--smart_start logits goes back to the embeddings through the clean pass, but --adapter_only freezes them. Use"
+    ),
+    TUNED + "--adapter pal --pal_dim 6": (
+        "--pal_dim must be a multiple of the encoder's 4 attention heads, found 6. Use 4, 8."
+    ),
     "--sts_head cosine": (
         "--sts_head cosine has no weights of its own, and --option pretrain, the handout's default, freezes the "
         "encoder: nothing would learn. Use --option finetune, or --sts_head linear."
@@ -169,6 +188,9 @@ IMPOSSIBLE = {
     "--max_length 513": "argument --max_length: must be at least 4 and at most 512, found '513'",
     "--patience -1": "argument --patience: must be at least 0 and at most 1000, found '-1'",
     "--weighting fixed --task_weights sts": "argument --task_weights: must be like sts=2, found 'sts'",
+    TUNED + "--adapter prefix": "argument --adapter: invalid choice: 'prefix'",
+    TUNED + "--adapter lora --lora_on pooler": "argument --lora_on: invalid choice: 'pooler'",
+    "--optimizer lion": "argument --optimizer: invalid choice: 'lion'",
     "--smart True": "unrecognized arguments: --smart True",
 }
 
@@ -195,6 +217,8 @@ def test_every_dependent_flag_is_a_case_and_exists():
         TUNED + "--regularizer smart+bregman --smart_weight 2 --bregman_weight 2",
         TUNED + "--regularizer bregman --smart_variant 1",
         TUNED + "--combiner pcgrad --sampler proportional --accumulate 3",
+        TUNED + "--adapter lora --adapter_only --combiner pcgrad --lora_r 2 --lora_on key out_dense",
+        TUNED + "--adapter pal --adapter_only --regularizer smart --sts_head cosine --pal_dim 4",
         "--sts_head cosine --pooling bigru",
         "--sts_head cosine --share_pair_layer",
         TUNED + "--sts_head cosine",

@@ -21,12 +21,13 @@ from torch import Tensor, nn
 import losses
 import multitask_classifier
 import utils
+from adapters import ADAPTERS
 from bert import Dropout
 from datasets import Examples, Split
 from heads import HEADS, POOLERS
 from losses import DEFAULT_LOSSES, LOSSES, WEIGHTINGS
 from multitask_classifier import MultitaskBERT, build_trainer, get_args, train_multitask
-from optimizer import AVERAGERS
+from optimizer import AVERAGERS, OPTIMIZERS
 from pcgrad import COMBINERS
 from sampling import SAMPLERS
 from smart import REGULARIZERS
@@ -98,6 +99,12 @@ RESUMED = {
     ],
     "fp16": [*TUNED, "--precision", "fp16", "--hidden_dropout_prob", 0],
     "a frozen BERT": ["--lr", "1e-2", "--head", "mlp"],
+    "pals and adafactor": [*TUNED, "--adapter", "pal", "--regularizer", "bregman", "--optimizer", "adafactor"],
+    "lora alone, ema and nadam": [
+        *(*TUNED, "--adapter", "lora", "--adapter_only", "--optimizer", "nadam", "--averager", "ema"),
+        *("--combiner", "pcgrad"),
+    ],
+    "mixout": [*TUNED, "--adapter", "mixout"],
 }
 
 
@@ -473,6 +480,7 @@ def test_an_overflow_skips_the_whole_step_cleanly(combiner: str, clip: int, benc
 NEEDED = {
     "--averager swa": ["--average_start", "0"],
     "--weighting fixed": ["--task_weights", "sts=3"],
+    "--optimizer sgd": ["--lr", "0.1"],
 }
 SEAMS = {
     "--sampler": (SAMPLERS, "round_robin"),
@@ -480,6 +488,8 @@ SEAMS = {
     "--regularizer": (REGULARIZERS, "none"),
     "--averager": (AVERAGERS, "none"),
     "--weighting": (WEIGHTINGS, "equal"),
+    "--adapter": (ADAPTERS, "none"),
+    "--optimizer": (OPTIMIZERS, "adamw"),
     "--pooling": (POOLERS, "pooler"),
 }
 ENTRIES = [(flag, key) for flag, (registry, off) in SEAMS.items() for key in registry if key != off]

@@ -1,0 +1,278 @@
+"""What is laid over the layers of an encoder when the model is built: PALs, LoRA, mixout.
+
+BERT itself is not changed: an adapter says which layers a task's batch runs through, and keeps its weights to itself.
+
+Shapes:  B batch   T tokens   H hidden size   N attention heads   d width of a PAL   r rank of LoRA
+"""
+
+import argparse
+import contextlib
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from bert import BertLayer, BertModel, BertSelfAttention, Layer
+from config import BertConfig
+from kernels import dropout
+from utils import InputError, number
+
+
+class Adapter(nn.Module):
+    """The encoder as it is. Every other one gives the same outputs before its first step (TRAPS 31).
+
+    bert: with its weights, and with the attention that it will use. tasks: their names.
+    """
+
+    own_parameters: ClassVar[bool] = False  # if it has none, it can not train alone
+    shared: ClassVar[bool] = True  # whether all tasks have its parameters in common
+
+    def __init__(self, bert: BertModel, tasks: Sequence[str], args: argparse.Namespace):
+        super().__init__()
+        self.encoder = (bert,)  # within a tuple, so that its parameters are not registered a second time
+
+    def layers(self, task: str) -> Iterable[Layer]:
+        """What a batch of this task runs through."""
+        (bert,) = self.encoder
+        return bert.bert_layers
+
+    def compile_layers(self) -> None:
+        (bert,) = self.encoder
+        bert.compile_layers()
+
+    def shared_parameters(self) -> list[nn.Parameter]:
+        return list(self.parameters()) if self.shared else []
+
+    def summary(self) -> str:
+        """For the line that says what a run consists of."""
+        return ""
+
+
+# --- projected attention layers ---------------------------------------------------------------------------------------
+
+
+class ProjectedAttention(nn.Module):
+    """TS_l(h) = V_D MH_l(V_E h) of one task: V_E (d, H) and V_D (H, d) for all layers l, an attention for each."""
+
+    def __init__(self, config: BertConfig, d: int):
+        super().__init__()
+        small = replace(config, hidden_size=d)
+        self.encoder = nn.Linear(config.hidden_size, d, bias=False)
+        self.decoder = nn.Linear(d, config.hidden_size, bias=False)
+        self.attentions = nn.ModuleList(BertSelfAttention(small) for _ in range(config.num_hidden_layers))
+        for name, parameter in self.named_parameters():  # as BERT itself starts
+            std = 0.0 if name.endswith("bias") else config.initializer_range
+            nn.init.normal_(parameter, std=std)
+        nn.init.zeros_(self.decoder.weight)
+
+    def forward(self, number: int, hidden_states: Tensor, attention_mask: Tensor) -> Tensor:
+        """(B, T, H), (B, 1, 1, T) -> (B, T, H), of the layer with this number."""
+        small = self.encoder(hidden_states)  # (B, T, H) -> (B, T, d)
+        return self.decoder(self.attentions[number](small, attention_mask))  # (B, T, d) -> (B, T, H)
+
+
+class PAL(Adapter):
+    """Projected attention layers, Stickland & Murray 2019 (arXiv:1902.02671), section 3:
+
+        h_{l+1} = LayerNorm(x + FFN(x) + TS_l(h_l)),        x = LayerNorm(h_l + MH(h_l))
+
+    A task's TS is beside every layer of the one encoder; as in the paper, its attention has no output matrix. The
+    paper's d = 204 gives a task 1.8 M parameters of its own in bert-base; by default d is that share of H, in whole
+    heads. V_D starts at zero and TS with it, so the first step's gradient is V_D's alone.
+    Deviations: the zero start. Attention has biases, as in the authors' code, but their gelu after V_D, which is not in
+    the paper, is left out.
+    """
+
+    own_parameters, shared = True, False
+
+    def __init__(self, bert: BertModel, tasks: Sequence[str], args: argparse.Namespace):
+        super().__init__(bert, tasks, args)
+        d = self.width(bert.config, args.pal_dim)
+        self.tasks = nn.ModuleDict({task: ProjectedAttention(bert.config, d) for task in tasks})
+        for pals in self.tasks.values():
+            for layer, attention in zip(bert.bert_layers, pals.attentions, strict=True):
+                attention.attend = layer.self_attention.attend
+        self.of_task: dict[str, list[Layer]] = {
+            task: [partial(self.run, layer, partial(pals, number)) for number, layer in enumerate(bert.bert_layers)]
+            for task, pals in self.tasks.items()
+        }
+
+    @staticmethod
+    def width(config: BertConfig, wanted: int | None) -> int:
+        N = config.num_attention_heads
+        if wanted is None:
+            return N * max(1, round(config.hidden_size / N * 17 / 64))
+        if wanted % N:
+            near = ", ".join(str(n) for n in (wanted // N * N, wanted // N * N + N) if n)
+            raise InputError(
+                f"--pal_dim must be a multiple of the encoder's {N} attention heads, found {wanted}. Use {near}."
+            )
+        return wanted
+
+    @staticmethod
+    def run(layer: BertLayer, beside: Layer, hidden_states: Tensor, attention_mask: Tensor) -> Tensor:
+        x = layer.attend(hidden_states, attention_mask)
+        return layer.feed_forward(x, x + beside(hidden_states, attention_mask))
+
+    def layers(self, task: str) -> Iterable[Layer]:
+        return self.of_task[task]
+
+    def compile_layers(self) -> None:
+        self.of_task = {t: [torch.compile(layer, dynamic=True) for layer in ls] for t, ls in self.of_task.items()}
+
+    def summary(self) -> str:
+        each = next(iter(self.tasks.values()))
+        return f" | adapter pal: {_count(each):,} parameters for each task"
+
+
+# --- low-rank updates -------------------------------------------------------------------------------------------------
+
+
+class LowRank(nn.Module):
+    """Adds scale B A x to what a linear layer makes of x: A (r, in) random, B (out, r) zero at the start."""
+
+    def __init__(self, linear: nn.Linear, r: int, alpha: float):
+        super().__init__()
+        self.linear, self.scale = (linear,), alpha / r  # within a tuple: it stays the encoder's
+        self.A = nn.Parameter(torch.randn(r, linear.in_features) / math.sqrt(linear.in_features))
+        self.B = nn.Parameter(torch.zeros(linear.out_features, r))
+        linear.register_forward_hook(self.add_update)
+
+    def add_update(self, linear: nn.Linear, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+        return output + self.scale * F.linear(F.linear(inputs[0], self.A), self.B)  # (B, T, in) -> r -> out
+
+    @contextlib.contextmanager
+    def merged(self) -> Iterator[None]:
+        """Within it, the layer's own weight is W + scale B A, and B zero: the same outputs without us."""
+        (linear,) = self.linear
+        weight, B = linear.weight.data, self.B.data
+        linear.weight.data = torch.addmm(weight, B, self.A.data, alpha=self.scale)
+        self.B.data = torch.zeros_like(B)
+        try:
+            yield
+        finally:
+            linear.weight.data, self.B.data = weight, B
+
+
+# --lora_on -> where it is in a BertLayer
+LINEARS = {
+    "query": "self_attention.query",
+    "key": "self_attention.key",
+    "value": "self_attention.value",
+    "attention_dense": "attention_dense",
+    "interm_dense": "interm_dense",
+    "out_dense": "out_dense",
+}
+
+
+class LoRA(Adapter):
+    """Low-rank adaptation, Hu et al. 2021 (arXiv:2106.09685), equation 3: h = W x + alpha / r B A x.
+
+    On query and value of every layer, as in the paper, or on what --lora_on names; one update for all tasks. It can be
+    merged: a run's weights file has W + alpha / r B A in W's place and B = 0, so the encoder alone has all of it.
+    Deviations: A starts with standard deviation 1 / sqrt(in), which the paper leaves open; no dropout on x.
+    """
+
+    own_parameters = True
+
+    def __init__(self, bert: BertModel, tasks: Sequence[str], args: argparse.Namespace):
+        super().__init__(bert, tasks, args)
+        names = dict.fromkeys(args.lora_on)
+        self.updates = nn.ModuleList(
+            nn.ModuleDict({n: LowRank(layer.get_submodule(LINEARS[n]), args.lora_r, args.lora_alpha) for n in names})
+            for layer in bert.bert_layers
+        )
+
+    def summary(self) -> str:
+        return f" | adapter lora: {_count(self):,} parameters"
+
+
+# --- mixout -----------------------------------------------------------------------------------------------------------
+
+
+class MixoutLayer(nn.Module):
+    """A layer whose matrices are mixed anew in every pass of the training; in eval mode it is the layer."""
+
+    def __init__(self, layer: BertLayer, p: float):
+        super().__init__()
+        self.layer, self.p = (layer,), p
+        for i, weight in enumerate(self.matrices().values()):  # not saved: the checkpoint has them
+            self.register_buffer(str(i), weight.detach().clone(), persistent=False)
+
+    def matrices(self) -> dict[str, Tensor]:
+        (layer,) = self.layer
+        return {name: weight for name, weight in layer.named_parameters() if weight.ndim == 2}
+
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor) -> Tensor:
+        (layer,) = self.layer
+        if not self.training:
+            return layer(hidden_states, attention_mask)
+        pairs = zip(self.matrices().items(), self.buffers(), strict=True)
+        mixed = {name: start + dropout(weight - start, self.p, True) for (name, weight), start in pairs}
+        return functional_call(layer, mixed, (hidden_states, attention_mask))
+
+
+class Mixout(Adapter):
+    """Mixout, Lee et al. 2020 (arXiv:1909.11299), section 3: in training, each weight w of the layers' matrices is with
+    probability p its pre-trained value u, and else as much further from u as keeps the mean at w:
+
+        (M u + (1 - M) w - p u) / (1 - p)  =  u + dropout_p(w - u),        M ~ Bernoulli(p)
+
+    A regularizer towards the start for small data sets. Dropout masks, and so mixout's, are repeated where a
+    regularizer repeats them. It has no weights of its own; the copy of u takes the memory of the layers once more.
+    Deviations: BERT's dropout stays on, where the paper mostly puts mixout in its place; not on pooler and heads.
+    """
+
+    def __init__(self, bert: BertModel, tasks: Sequence[str], args: argparse.Namespace):
+        super().__init__(bert, tasks, args)
+        self.mixed = nn.ModuleList(MixoutLayer(layer, args.mixout_p) for layer in bert.bert_layers)
+
+    def layers(self, task: str) -> Iterable[Layer]:
+        return self.mixed
+
+    def summary(self) -> str:
+        return " | adapter mixout: no parameters"
+
+
+ADAPTERS: dict[str, type[Adapter]] = {"none": Adapter, "pal": PAL, "lora": LoRA, "mixout": Mixout}
+
+
+def _count(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+# --- flags ------------------------------------------------------------------------------------------------------------
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("adapters")
+    group.add_argument("--adapter", choices=sorted(ADAPTERS), default="none", help="what is laid over BERT's layers")
+    group.add_argument(
+        "--adapter_only",
+        action="store_true",
+        help="pal, lora: train the adapter and what follows BERT alone; BERT's weights stay, its dropout is on",
+    )
+    group.add_argument(
+        "--pal_dim", type=number(int, 1, 4096), help="width of a PAL; None: 17/64 of BERT's: 204 for bert-base"
+    )
+    group.add_argument("--lora_r", type=number(int, 1, 1024), default=8, help="rank of the updates")
+    group.add_argument(
+        "--lora_alpha", type=number(float, 0, 1e6, above=True), default=8.0, help="the updates count alpha / r times"
+    )
+    group.add_argument(
+        "--lora_on", nargs="+", choices=list(LINEARS), default=["query", "value"], help="which matrices of a layer"
+    )
+    group.add_argument(
+        "--mixout_p", type=number(float, 0, 0.99), default=0.7, help="share of the weights that are pre-trained ones"
+    )
+
+
+def build_adapter(args: argparse.Namespace, bert: BertModel, tasks: Sequence[str]) -> Adapter:
+    """To be called when the encoder has its pre-trained weights: mixout copies them."""
+    return ADAPTERS[args.adapter](bert, tasks, args)
