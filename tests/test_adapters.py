@@ -318,12 +318,10 @@ def test_bregmans_teacher_runs_with_the_adapter_that_it_had(name: str, bench: St
         assert torch.equal(one.model.predict(batch).logits, output.logits), "and the model has its own again"
 
 
-@pytest.mark.parametrize("only", [[], ["--adapter_only"]])
-@pytest.mark.parametrize("name", ADAPTERS)
+@pytest.mark.parametrize(
+    ("name", "only"), [(name, []) for name in ADAPTERS] + [(name, ["--adapter_only"]) for name in TRAINED]
+)
 def test_checkpointed_activations_give_the_same_weights_under_an_adapter(name: str, only: list[str], bench: Start):
-    if only and name not in TRAINED:
-        pytest.skip("has nothing of its own to train")
-
     def after_two_steps(*more: str) -> dict[str, Tensor]:
         one = bench("--adapter", name, *only, *more, dropout=True)
         torch.manual_seed(5)
@@ -335,10 +333,9 @@ def test_checkpointed_activations_give_the_same_weights_under_an_adapter(name: s
 def test_under_gradient_surgery_pals_keep_plain_gradients_and_loras_are_combined(bench: Start):
     for name in TRAINED:
         one, other = (
-            stirred(bench("--adapter", name, "--combiner", combiner), "").with_sgd() for combiner in ("sum", "pcgrad")
+            stirred(bench("--adapter", name, "--combiner", combiner), "").with_sgd() for combiner in ("sum", "mgda")
         )
         plain, surgery = (b.after([b.draw(0, 1, 2)]) for b in (one, other))
-        assert other.trainer.combiner.means()["conflicts para sst"] + 1 >= 1  # surgery was at work
         alike = {n: torch.allclose(plain[n], surgery[n], rtol=0, atol=1e-6) for n in plain}
         assert all(alike[n] for n in plain if owner(n) in TASKS)
         assert not all(alike[n] for n in plain if owner(n) == "bert")
@@ -356,8 +353,8 @@ def test_an_adapter_learns_at_the_heads_rate(bench: Start):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_compiled_layers_give_the_same_step_under_an_adapter(name: str, bench: Start):
-    plain, compiled = (stirred(bench("--adapter", name, "--mixout_p", 0.0) if name == "mixout" else bench(
-        "--adapter", name)).with_sgd() for _ in range(2))  # fmt: skip
+    flags = ["--adapter", name, *(["--mixout_p", 0] if name == "mixout" else [])]  # compiled, masks are drawn otherwise
+    plain, compiled = (stirred(bench(*flags)).with_sgd() for _ in range(2))
     compiled.model.adapter.compile_layers()
     for rows in ((0, 1, 2), (3, 4), (5, 6, 7)):  # of different lengths
         for one, other in zip(*(logits_of(b.model, *b.draw(*rows)) for b in (plain, compiled)), strict=True):

@@ -149,6 +149,29 @@ def test_a_deep_checkpoint_with_sixteen_heads_loads(tmp_path: Path) -> None:
     torch.testing.assert_close(outputs(BertModel.from_pretrained(str(tmp_path))), outputs(theirs), atol=1e-5, rtol=0)
 
 
+LARGE = {"hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096}
+
+
+def test_the_first_layers_of_a_checkpoint_as_wide_as_bert_large_are_those_of_transformers(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = transformers.BertConfig(**LARGE, num_hidden_layers=3, vocab_size=8000, max_position_embeddings=16)
+    transformers.BertModel(config).save_pretrained(tmp_path)
+    ours = BertModel.from_pretrained(str(tmp_path), keep_layers=2)
+    theirs = transformers.BertModel.from_pretrained(tmp_path, num_hidden_layers=2)
+    torch.testing.assert_close(outputs(ours), outputs(theirs), atol=1e-5, rtol=0)
+
+
+def test_bert_large_has_the_names_and_shapes_of_transformers(tmp_path: Path) -> None:
+    config = transformers.BertConfig(**LARGE, num_hidden_layers=24)
+    config.save_pretrained(tmp_path)
+    with torch.device("meta"):  # shapes alone: no memory, no time
+        ours = BertModel(BertConfig.from_file(tmp_path / "config.json"))
+        theirs = transformers.BertModel(config)
+    shapes = {base_bert.usual_name(name): p.shape for name, p in ours.named_parameters()}
+    assert shapes == {name: p.shape for name, p in theirs.named_parameters()}
+    assert sum(shape.numel() for shape in shapes.values()) == 335_141_888
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [

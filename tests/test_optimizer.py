@@ -17,6 +17,7 @@ from classifier import BertSentimentClassifier
 from config import BertConfig
 from optimizer import (
     AVERAGERS,
+    OPTIMIZERS,
     SCHEDULES,
     AdamW,
     NoAverage,
@@ -221,6 +222,121 @@ def test_every_flag_of_the_optimizer_reaches_its_groups(flags: str, matrix, bias
     parameters = layers[2].out_dense.weight, layers[2].out_dense.bias, layers[0].out_dense.weight, model.linear.weight
     for parameter, expected in zip(parameters, (matrix, bias, lowest, head), strict=True):
         assert rate_of(groups, parameter) == pytest.approx(expected)
+
+
+# --- every entry of OPTIMIZERS ----------------------------------------------------------------------------------------
+
+
+def built(model: torch.nn.Module, flags: str) -> torch.optim.Optimizer:
+    parser = argparse.ArgumentParser()
+    optimizer.add_arguments(parser)
+    return build_optimizer(parser.parse_args(flags.split()), model)
+
+
+def test_the_handouts_adamw_is_the_default() -> None:
+    assert type(built(small_model(), "--lr 0.1")) is AdamW
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_has_the_groups_rates_and_decays_of_the_flags(name: str) -> None:
+    model = small_model()
+    update = built(model, f"--optimizer {name} --lr 0.01 --head_lr 0.5 --weight_decay 0.1 --decay_matrices_only")
+    groups = update.param_groups
+    assert rate_of(groups, model.linear.weight) == (0.5, 0.1)
+    assert rate_of(groups, model.linear.bias) == (0.5, 0.0)
+    assert rate_of(groups, model.bert.pooler_dense.weight) == (0.01, 0.1)
+    assert sum(len(g["params"]) for g in groups) == len(list(model.parameters()))
+    for p in model.linear.parameters():  # all else is without a gradient
+        p.grad = torch.ones_like(p)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    build_schedule(update, "constant", 10, 0.5)  # sets the rates to a sixth
+    update.step()
+    moved = {n: (p.detach() - before[n]).abs().max().item() for n, p in model.named_parameters()}
+    assert {n for n, far in moved.items() if far} == {"linear.weight", "linear.bias"}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_follows_the_rate_of_each_group_and_decays_what_has_one(name: str) -> None:
+    """Of two groups with one start and one gradient the slower moves less; decay alone makes weights smaller."""
+    a, b, c = (torch.nn.Parameter(torch.full((4, 3), 2.0)) for _ in range(3))
+    rows = [(a, 0.01, 0.0), (b, 0.001, 0.0), (c, 0.01, 0.9)]
+    update = OPTIMIZERS[name]([{"params": [p], "lr": lr, "weight_decay": decay} for p, lr, decay in rows])
+    for _ in range(8):
+        for p, gradient in ((a, 0.3), (b, 0.3), (c, 0.0)):
+            p.grad = torch.full_like(p, gradient)
+        update.step()
+    assert (a - 2).abs().mean() > 3 * (b - 2).abs().mean() > 0
+    assert (c < 1.95).all()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_minimizes(name: str) -> None:
+    torch.manual_seed(0)
+    target, p = torch.randn(6, 4), torch.nn.Parameter(torch.randn(6, 4))
+    update = OPTIMIZERS[name]([{"params": [p], "lr": 0.05, "weight_decay": 0.0}])
+    start = (p - target).square().mean().item()
+    for _ in range(200):
+        update.zero_grad()
+        (p - target).square().sum().backward()
+        update.step()
+    assert (p - target).square().mean().item() < 0.05 * start
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_resumes_bit_for_bit_from_plain_values(name: str, tmp_path) -> None:
+    def steps(update: torch.optim.Optimizer, parameters: list[torch.nn.Parameter], numbers: range) -> None:
+        for n in numbers:
+            for i, p in enumerate(parameters):
+                p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(100 * i + n))
+            update.step()
+
+    def start() -> tuple[list[torch.nn.Parameter], torch.optim.Optimizer]:
+        generator = torch.Generator().manual_seed(7)
+        ps = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((6, 4), (5,), ())]
+        return ps, OPTIMIZERS[name](
+            [{"params": [p], "lr": 0.01 * (i + 1), "weight_decay": 0.1} for i, p in enumerate(ps)]
+        )
+
+    whole, update = start()
+    steps(update, whole, range(9))
+    parts, update = start()
+    steps(update, parts, range(4))
+    torch.save(update.state_dict(), tmp_path / "state.pt")
+    update = OPTIMIZERS[name]([{"params": [p], "lr": 0.5, "weight_decay": 0.0} for p in parts])
+    update.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    steps(update, parts, range(4, 9))
+    assert all(torch.equal(p, q) for p, q in zip(whole, parts, strict=True))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_passes_over_an_overflow_under_a_loss_scaler(name: str) -> None:
+    p, q = (torch.nn.Parameter(torch.linspace(1, 2, 12).view(3, 4)) for _ in range(2))
+    update, plain = (OPTIMIZERS[name]([{"params": [x], "lr": 0.01, "weight_decay": 0.1}]) for x in (p, q))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
+    for factor in (1.0, 1e35, 3.0):  # the second is finite until it is scaled
+        update.zero_grad()
+        scaler.scale((p * factor).square().sum()).backward()
+        before = p.detach().clone()
+        scaler.step(update)
+        scaler.update()
+        assert torch.equal(before, p) == (factor == 1e35)
+    for factor in (1.0, 3.0):
+        plain.zero_grad()
+        (q * factor).square().sum().backward()
+        plain.step()
+    torch.testing.assert_close(p, q, rtol=0, atol=1e-6)
+
+
+def test_sgd_with_momentum_is_that_of_the_formula() -> None:
+    p = torch.nn.Parameter(torch.tensor([3.0]))
+    update = OPTIMIZERS["sgd"]([{"params": [p], "lr": 0.1, "weight_decay": 0.2}])
+    theta, velocity = 3.0, 0.0
+    for g in (1.0, -2.0, 0.5):
+        p.grad = torch.tensor([g])
+        update.step()
+        velocity = 0.9 * velocity + g + 0.2 * theta
+        theta -= 0.1 * velocity
+    assert p.item() == pytest.approx(theta, rel=1e-5)
 
 
 def test_frozen_parameters_are_in_no_group() -> None:
