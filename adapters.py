@@ -135,29 +135,44 @@ class PAL(Adapter):
 
 
 class LowRank(nn.Module):
-    """Adds scale B A x to what a linear layer makes of x: A (r, in) random, B (out, r) zero at the start."""
+    """x -> scale B A x: A (r, in) random, B (out, r) zero at the start."""
 
     def __init__(self, linear: nn.Linear, r: int, alpha: float):
         super().__init__()
-        self.linear, self.scale = (linear,), alpha / r  # within a tuple: it stays the encoder's
+        self.scale = alpha / r
         self.A = nn.Parameter(torch.randn(r, linear.in_features) / math.sqrt(linear.in_features))
         self.B = nn.Parameter(torch.zeros(linear.out_features, r))
-        linear.register_forward_hook(self.add_update)
 
-    def add_update(self, linear: nn.Linear, inputs: tuple[Tensor], output: Tensor) -> Tensor:
-        return output + self.scale * F.linear(F.linear(inputs[0], self.A), self.B)  # (B, T, in) -> r -> out
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * F.linear(F.linear(x, self.A), self.B)  # (B, T, in) -> (B, T, r) -> (B, T, out)
+
+
+class Updated(nn.Module):
+    """A linear layer with an update beside it, in the layer's place and under its names: the weights are its own.
+
+    Not a forward hook: torch.compile does not guard hooks, and took those of one layer for those of another.
+    """
+
+    def __init__(self, linear: nn.Linear, update: LowRank):
+        super().__init__()
+        self.weight, self.bias = linear.weight, linear.bias
+        self.update = (update,)  # within a tuple: it is the adapter's
+
+    def forward(self, x: Tensor) -> Tensor:
+        (update,) = self.update
+        return F.linear(x, self.weight, self.bias) + update(x)
 
     @contextlib.contextmanager
     def merged(self) -> Iterator[None]:
-        """Within it, the layer's own weight is W + scale B A, and B zero: the same outputs without us."""
-        (linear,) = self.linear
-        weight, B = linear.weight.data, self.B.data
-        linear.weight.data = torch.addmm(weight, B, self.A.data, alpha=self.scale)
-        self.B.data = torch.zeros_like(B)
+        """Within it, the weight is W + scale B A, and B zero: the same outputs without the update."""
+        (update,) = self.update
+        weight, B = self.weight.data, update.B.data
+        self.weight.data = torch.addmm(weight, B, update.A.data, alpha=update.scale)
+        update.B.data = torch.zeros_like(B)
         try:
             yield
         finally:
-            linear.weight.data, self.B.data = weight, B
+            self.weight.data, update.B.data = weight, B
 
 
 # --lora_on -> where it is in a BertLayer
@@ -183,11 +198,14 @@ class LoRA(Adapter):
 
     def __init__(self, bert: BertModel, tasks: Sequence[str], args: argparse.Namespace):
         super().__init__(bert, tasks, args)
-        names = dict.fromkeys(args.lora_on)
-        self.updates = nn.ModuleList(
-            nn.ModuleDict({n: LowRank(layer.get_submodule(LINEARS[n]), args.lora_r, args.lora_alpha) for n in names})
-            for layer in bert.bert_layers
-        )
+        self.updates = nn.ModuleList()
+        for layer in bert.bert_layers:
+            self.updates.append(nn.ModuleDict())
+            for name in dict.fromkeys(args.lora_on):
+                linear = layer.get_submodule(LINEARS[name])
+                update = self.updates[-1][name] = LowRank(linear, args.lora_r, args.lora_alpha)
+                parent, _, child = LINEARS[name].rpartition(".")
+                setattr(layer.get_submodule(parent), child, Updated(linear, update))
 
     def summary(self) -> str:
         return f" | adapter lora: {_count(self):,} parameters"

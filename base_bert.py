@@ -222,7 +222,7 @@ def usual_state(model: nn.Module) -> dict[str, Tensor]:
     """All of a model that has an encoder `bert`, to be saved: the encoder under `bert.` and its usual names, the rest
     under its own. `transformers.AutoModel` and --model read the encoder out of it.
 
-    What lies over the encoder's weights and can be merged into them (adapters.LowRank) is merged here, so that the
+    What lies over the encoder's weights and can be merged into them (adapters.Updated) is merged here, so that the
     encoder alone has all that was learned; the model itself stays as it is.
     On the CPU, and of a model that is there already without a copy: the tensors change as it trains on.
     """

@@ -17,7 +17,7 @@ from test_training import Bench, assert_close, rising_scores, weights_of
 from torch import Tensor, nn
 
 import multitask_classifier
-from adapters import ADAPTERS, PAL, MixoutLayer
+from adapters import ADAPTERS, PAL, MixoutLayer, Updated
 from base_bert import usual_state
 from bert import BertModel
 from config import BertConfig
@@ -156,10 +156,12 @@ def test_lora_merged_and_unmerged_give_the_same_outputs_and_the_update_is_that_o
                 state[f"bert.encoder.layer.{i}.{usual}.weight"].double(), wanted, atol=1e-6, rtol=0
             )
             assert not state[f"adapter.updates.{i}.{name}.B"].any()
-    for update in (module for pair in model.adapter.updates for module in pair.values()):
-        with update.merged():
-            merged_one = logits_of(model, *batches)
-        torch.testing.assert_close(merged_one, unmerged, atol=1e-5, rtol=0)
+    layers = [module for module in model.modules() if isinstance(module, Updated)]
+    assert len(layers) == 4
+    for layer in layers:
+        with layer.merged():
+            torch.testing.assert_close(logits_of(model, *batches), unmerged, atol=1e-5, rtol=0)
+    assert same(weights_of(model), before)
     plain = bench().model
     plain.load_state_dict({k: v for k, v in before.items() if not k.startswith("adapter.")})
     assert not torch.allclose(logits_of(plain, *batches)[0], unmerged[0], atol=1e-2), "the update does something"
