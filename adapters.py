@@ -287,7 +287,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--lora_on", nargs="+", choices=list(LINEARS), default=["query", "value"], help="which matrices of a layer"
     )
     group.add_argument(
-        "--mixout_p", type=number(float, 0, 0.99), default=0.7, help="share of the weights that are pre-trained ones"
+        "--mixout_p",
+        type=number(float, 0, 0.99, above=True),
+        default=0.7,
+        help="share of the weights that are pre-trained ones",
     )
 
 

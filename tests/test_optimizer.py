@@ -242,6 +242,7 @@ def test_every_optimizer_has_the_groups_rates_and_decays_of_the_flags(name: str)
     model = small_model()
     update = built(model, f"--optimizer {name} --lr 0.01 --head_lr 0.5 --weight_decay 0.1 --decay_matrices_only")
     groups = update.param_groups
+    assert type(update) is type(OPTIMIZERS[name](parameter_groups(model, 0.01)))
     assert rate_of(groups, model.linear.weight) == (0.5, 0.1)
     assert rate_of(groups, model.linear.bias) == (0.5, 0.0)
     assert rate_of(groups, model.bert.pooler_dense.weight) == (0.01, 0.1)
