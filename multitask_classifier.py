@@ -9,7 +9,7 @@ Trains, keeps the best epoch by the 2024 overall score, and writes predictions/{
 import argparse
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ import optimizer
 import pcgrad
 import sampling
 import smart
-from bert import ATTENTIONS, BertModel
+from bert import ATTENTIONS, BertModel, Layer
 from datasets import PAIRINGS, SINGLE, Pairing, Split, endless_batches, epoch_generator, read_examples, read_split
 from evaluation import (
     keep_vectors,
@@ -129,7 +129,7 @@ class MultitaskBERT(nn.Module):
             vectors = encode(embeddings, mask)
         return vectors.chunk(len(batch.sentences))
 
-    def _encode(self, layers: Sequence[Layer], pooler: heads.Pooler, embeddings: Tensor, mask: Tensor) -> Tensor:
+    def _encode(self, layers: Iterable[Layer], pooler: heads.Pooler, embeddings: Tensor, mask: Tensor) -> Tensor:
         return pooler(self.bert.encode(embeddings, mask, layers), mask)  # (R, T, H) -> (R, H)
 
     def logits(self, task: str, vectors: tuple[Tensor, ...], views: tuple[tuple[int, ...], ...]) -> Tensor:
@@ -747,11 +747,6 @@ def validate_adapter_only(args: argparse.Namespace) -> None:
         raise InputError(
             f"--layer_decay {args.layer_decay:g} is for the encoder's layers, but --adapter_only freezes them. "
             "Leave one of them out; --head_lr sets the adapter's rate."
-        )
-    if "smart" in parts(args) and args.smart_start == "logits":
-        raise InputError(
-            "--smart_start logits goes back to the embeddings through the clean pass, but --adapter_only freezes them. "
-            "Use --smart_start embeddings, or leave out --adapter_only."
         )
 
 

@@ -158,9 +158,6 @@ IMPOSSIBLE = {
     TUNED + "--adapter lora --adapter_only --layer_decay 0.9": (
         "--layer_decay 0.9 is for the encoder's layers, but --adapter_only freezes them. Leave one of them out"
     ),
-    TUNED + "--adapter lora --adapter_only --regularizer smart --smart_start logits": (
-        "--smart_start logits goes back to the embeddings through the clean pass, but --adapter_only freezes them. Use"
-    ),
     TUNED + "--adapter pal --pal_dim 6": (
         "--pal_dim must be a multiple of the encoder's 4 attention heads, found 6. Use 4, 8."
     ),
