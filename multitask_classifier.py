@@ -9,7 +9,7 @@ Trains, keeps the best epoch by the 2024 overall score, and writes predictions/{
 import argparse
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -303,12 +303,16 @@ def build_trainer(args: argparse.Namespace, model: MultitaskBERT, precision: Pre
     )
 
 
-def open_run(args: argparse.Namespace) -> Run:
-    folder = args.runs / args.name
+def data_files(args: argparse.Namespace) -> list[Path]:
+    """All that a run reads."""
     files = [(name, split) for name in args.tasks for split in ("dev", "test")]
     files += [(name, "train") for name in args.train_tasks]
     data = [path for name, split in files for path in data_paths(TASKS[name], args, split)]
-    data += teacher_files(args).values()
+    return [*data, *teacher_files(args).values()]
+
+
+def open_run(args: argparse.Namespace) -> Run:
+    folder, data = args.runs / args.name, data_files(args)
     if not args.resume:
         return Run.create(folder, args, data)
     run = Run.reopen(folder)
@@ -318,7 +322,9 @@ def open_run(args: argparse.Namespace) -> Run:
     return run
 
 
-def train_multitask(args: argparse.Namespace) -> dict[str, float]:
+def train_multitask(
+    args: argparse.Namespace, on_epoch: Callable[[int, dict[str, float]], None] = lambda epoch, scores: None
+) -> dict[str, float]:
     """Trains; the run's directory keeps the best epoch by the overall score of what trains. Returns its dev scores."""
     args = with_defaults(args)
     validate(args)
@@ -368,6 +374,7 @@ def train_multitask(args: argparse.Namespace) -> dict[str, float]:
     best = fit(
         trainer, steps, evaluate, select, args.epochs, run,
         steps_in=steps_in, patience=args.patience, keep_state=not args.dry_run, resume=args.resume,
+        on_epoch=on_epoch,
     )  # fmt: skip
     print(f"best dev: {score_line({name: best[name] for name in args.tasks})} | {run.folder}", flush=True)
     return best

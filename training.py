@@ -177,13 +177,15 @@ def fit(
     patience: int = 0,
     keep_state: bool = False,
     resume: bool = False,
+    on_epoch: Callable[[int, dict[str, float]], None] = lambda epoch, scores: None,
 ) -> dict[str, float]:
     """Trains, evaluates after every epoch, and leaves the model with the weights of the best one.
 
     steps(epoch) are the updates of an epoch, steps_in(epoch) of them. evaluate() -> scores; the epoch with the highest
     scores[select] is kept (operator.lt as `better`: with the lowest), the earlier one in a tie. patience: stop after so
     many epochs without a better one; 0: never. keep_state: write state.pt after every epoch, from which `resume` goes
-    on. Returns the best scores.
+    on. on_epoch(epoch, scores) comes when an epoch is evaluated and logged; what it raises ends the training there.
+    Returns the best scores.
     """
     progress = load_progress(trainer, run) if resume else Progress()
     for epoch in range(progress.epoch + 1, epochs + 1):
@@ -207,6 +209,7 @@ def fit(
         if keep_state:
             save_progress(trainer, progress, run)
         print(epoch_line(epoch, losses, scores, is_best, time.monotonic() - started), flush=True)
+        on_epoch(epoch, scores)
     restore_best(trainer.model, run)
     write_text(run.folder / "dev.json", json.dumps(progress.best) + "\n")
     return progress.best
