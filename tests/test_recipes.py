@@ -49,7 +49,7 @@ def script_of(path: Path) -> str:
 
 RECIPES = {name_of(path): path for path in sorted(FOLDER.rglob("*.txt"))}
 SCRIPTS = {name: script_of(path) for name, path in RECIPES.items()}
-DRY = [name for name, script in SCRIPTS.items() if script in ("multitask_classifier", "pretrain")]  # with --dry_run
+DRY = [name for name, script in SCRIPTS.items() if script not in ("classifier", "ensemble")]  # with --dry_run
 PART_2 = [name for name, script in SCRIPTS.items() if script == "multitask_classifier"]
 ENSEMBLES = [name for name, script in SCRIPTS.items() if script == "ensemble"]
 OF_PAPERS = [name for name in PART_2 if name in ROWS]
