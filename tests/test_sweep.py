@@ -492,9 +492,15 @@ def another_programs_study(path: Path) -> None:
     optuna.create_study(study_name="theirs", storage=f"sqlite:///{path}")
 
 
-def a_damaged_study(path: Path) -> None:
+def a_study_cut_off(path: Path) -> None:
     optuna.create_study(study_name="sweep", storage=f"sqlite:///{path}").set_user_attr("facts", {})
     path.write_bytes(path.read_bytes()[:50_000])
+
+
+def a_damaged_study(path: Path) -> None:
+    optuna.create_study(study_name="sweep", storage=f"sqlite:///{path}").set_user_attr("facts", {})
+    pages = path.read_bytes()
+    path.write_bytes(pages[:-4096] + bytes(4096))  # what sweep.py looks up in it stays readable
 
 
 WRONG_FILES = {
@@ -502,7 +508,8 @@ WRONG_FILES = {
     an_empty_file: "must be a study's database, but no such table: studies. It is left as it is",
     another_database: "must be a study's database, but no such table: studies. It is left as it is",
     another_programs_study: "must be a study of sweep.py, found one of another program. It is left as it is",
-    a_damaged_study: "must be a ",
+    a_study_cut_off: "must be a study's database, but database disk image is malformed. It is left as it is",
+    a_damaged_study: "must be a whole database, but it is damaged. It is left as it is",
 }
 
 
