@@ -3,21 +3,26 @@
 import argparse
 import csv
 import dataclasses
+import gzip
 import hashlib
-import io
 import itertools
+import json
+import os
+import re
 import sys
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import IO, Any, NamedTuple, Self
 
+import numpy as np
 import torch
 from torch import Generator, Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
-from tasks import PARA, SST, STS, Batch, Encoded, Task
+from tasks import PARA, SST, STS, TASKS, Batch, Encoded, Task, grades
 from tokenizer import BertTokenizer
 from utils import InputError, warn
 
@@ -51,7 +56,7 @@ class Row(NamedTuple):
 def read_examples(
     task: Task, paths: list[Path], *, labeled: bool, strict: bool = False, repeated_ids: bool = False
 ) -> Examples:
-    """Reads the course's tab-separated files.
+    """Reads the course's tab-separated files, and those of READERS, which are named like `snli:data/train.jsonl`.
 
     A row with missing fields (broken quoting, a blank label) is skipped, counted and named; `strict` makes it an
     error. Anything else that breaks the format is an error: a wrong label would train the model on nonsense.
@@ -59,8 +64,8 @@ def read_examples(
     """
     found = Examples(task, texts=tuple([] for _ in task.text_columns), labels=[] if labeled else None)
     places: dict[str, str] = {}
-    for path in paths:
-        for row in _read_file(task, path, labeled):
+    for reader, path in [reader_of(task, path) for path in paths]:
+        for row in reader.read(task, path, labeled):
             if isinstance(row, str):
                 if strict:
                     raise InputError(f"{row}. Mend the row, or leave out --strict_data to skip it.")
@@ -85,23 +90,40 @@ def read_examples(
     return found
 
 
-def _read_file(task: Task, path: Path, labeled: bool) -> Iterator[Row | str]:
-    """The rows of one file; a string tells why a row cannot be used."""
-    reader = csv.DictReader(_decoded_lines(path), delimiter="\t")
+def read_handout(task: Task, path: Path, labeled: bool) -> Iterator[Row | str]:
+    """The course's tab-separated files; a string tells why a row cannot be used."""
+    table = csv.DictReader(_lines(path), delimiter="\t")
     wanted = ["id", *task.text_columns] + [task.label_column] * labeled
-    absent = [name for name in wanted if name not in (reader.fieldnames or ())]
-    if absent:
-        raise InputError(
-            f"{path} line 1: the header must have the tab-separated columns {', '.join(wanted)}; "
-            f"{', '.join(absent)} not found. Check that this is a {task.name} file."
-        )
-    last = reader.line_num
-    for record in reader:
-        inside = sum(value.count("\n") for value in record.values() if isinstance(value, str))
-        # a quoted field may hold newlines and an open quote runs on; blank lines before the row are not its own
-        first, last = max(last + 1, reader.line_num - inside), reader.line_num
-        place = f"{path} line {first}" if first == last else f"{path} lines {first} to {last}"
+    _check_header(table, path, wanted, f"a {task.name} file")
+    for place, _, record in _placed(table, path):
         yield _parse(task, record, wanted, place)
+
+
+def _check_header(table: csv.DictReader, path: Path, wanted: list[str], what: str) -> None:
+    absent = [name for name in wanted if name not in (table.fieldnames or ())]
+    if absent:
+        separated = "tab" if table.reader.dialect.delimiter == "\t" else "comma"
+        raise InputError(
+            f"{path} line 1: the header must have the {separated}-separated columns {', '.join(wanted)}; "
+            f"{', '.join(absent)} not found. Check that this is {what}."
+        )
+
+
+def _placed(table: csv.DictReader, path: Path) -> Iterator[tuple[str, int, dict[str, str | None]]]:
+    """(file and lines for messages, the first line, the record) of every row."""
+    last = table.line_num
+    try:
+        for record in table:
+            inside = sum(value.count("\n") for value in record.values() if isinstance(value, str))
+            # a quoted field may hold newlines and an open quote runs on; blank lines before the row are not its own
+            first, last = max(last + 1, table.line_num - inside), table.line_num
+            place = f"{path} line {first}" if first == last else f"{path} lines {first} to {last}"
+            yield place, first, record
+    except csv.Error as error:  # where quoting is strict
+        raise InputError(
+            f"{path} line {last + 1}: quotation marks must be doubled within a field and closed behind it; {error}. "
+            "Mend the row."
+        ) from error
 
 
 def _parse(task: Task, record: dict[str, str | None], wanted: list[str], place: str) -> Row | str:
@@ -126,33 +148,220 @@ def _parse(task: Task, record: dict[str, str | None], wanted: list[str], place: 
         raise InputError(f"{place}: {task.label_column} {error}. Mend the row.") from error
 
 
-def _decoded_lines(path: Path) -> io.StringIO:
-    """The lines of a UTF-8 text file without NUL bytes."""
+COURSE_DATA = "The course's data: source setup.sh --course-data; sample data: --data data/sample"
+
+
+def _lines(path: Path, source: str = COURSE_DATA) -> Iterator[str]:
+    """The lines of a UTF-8 text file without NUL bytes, ends as they are; read as they are asked for.
+
+    source: where such a file is to be had, for the message that it is not there.
+    """
     try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise InputError(
-            f"{path}: cannot be read; {error.strerror}. The course's data: source setup.sh --course-data; "
-            "sample data: --data data/sample"
-        ) from error
-    if b"\0" in content:
-        line = content[: content.index(b"\0")].count(b"\n") + 1
-        raise InputError(f"{path} line {line}: must be text, found a NUL byte. Is the file damaged?")
+        with _opened(path, "rt", encoding="utf-8-sig", newline="") as file:  # csv wants line ends as they are
+            if not any(line.strip() for line in file):
+                raise InputError(f"{path}: the file is empty. A data file needs a header and at least one row.")
+            file.seek(0)
+            for number, line in enumerate(file, 1):
+                if "\0" in line:
+                    raise InputError(f"{path} line {number}: must be text, found a NUL byte. Is the file damaged?")
+                yield line
+    except UnicodeDecodeError:
+        _refuse_bad_bytes(path)
+        raise
+    except (OSError, EOFError, zlib.error) as error:  # the last two of a .gz that was cut or damaged
+        raise InputError(f"{path}: cannot be read; {getattr(error, 'strerror', None) or error}. {source}") from error
+
+
+def _opened(path: Path, mode: str, **options: str) -> IO:
+    return gzip.open(path, mode, **options) if path.suffix == ".gz" else path.open(mode, **options)
+
+
+def _refuse_bad_bytes(path: Path) -> None:
+    """Names the line that is no UTF-8: a decoder, which reads in blocks, knows no lines."""
+    with _opened(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                line.decode("utf-8")
+            except UnicodeDecodeError as error:
+                found = f"0x{line[error.start]:02x}"
+                raise InputError(
+                    f"{path} line {number}: must be UTF-8, found byte {found}. Convert the file to UTF-8."
+                ) from error
+
+
+# --- files in other formats, as training data -------------------------------------------------------------------------
+
+
+NLI_FIELDS = {"sentence1": str, "sentence2": str, "gold_label": str, "annotator_labels": list}
+NLI_SIMILARITIES = {"contradiction": 0, "neutral": 3, "entailment": 5}
+NLI_SOURCE = "SNLI: https://nlp.stanford.edu/projects/snli; MultiNLI: https://cims.nyu.edu/~sbowman/multinli"
+
+
+def read_nli(task: Task, path: Path, labeled: bool) -> Iterator[Row | str]:
+    """SNLI 1.0 and MultiNLI 1.0, a JSON object a line, as similarities (paper 003, section 3.5).
+
+    The label is the mean of the annotators' votes: contradiction 0, neutral 3, entailment 5. Lines without a gold label
+    ("-": no three of five votes agree) are skipped, as is usual with these corpora; the paper does not say.
+    """
+    for number, line in enumerate(_lines(path, NLI_SOURCE), 1):
+        if line.strip():
+            place = f"{path} line {number}"
+            yield _parse_nli(_read_object(line, place, NLI_FIELDS), place, f"{path}:{number}")
+
+
+def _read_object(line: str, place: str, fields: dict[str, type]) -> dict[str, Any]:
     try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        # error.object is the content without its byte-order mark, to which error.start refers
-        line = error.object[: error.start].count(b"\n") + 1
-        found = f"0x{error.object[error.start]:02x}"
+        found = json.loads(line.rstrip())
+    except (ValueError, RecursionError) as error:
+        reason = f"{error.msg} (column {error.colno})" if isinstance(error, json.JSONDecodeError) else error
         raise InputError(
-            f"{path} line {line}: must be UTF-8, found byte {found}. Convert the file to UTF-8."
+            f"{place}: must be a JSON object; {reason}. Mend the line, or fetch the file again."
         ) from error
-    if not text.strip():
-        raise InputError(f"{path}: the file is empty. A data file needs a header and at least one row.")
-    return io.StringIO(text, newline="")  # csv wants line ends as they are
+    for name, kind in fields.items():
+        if not isinstance(found, dict) or not isinstance(found.get(name), kind):
+            raise InputError(
+                f"{place}: must be a JSON object with {', '.join(fields)}; {name} is missing or no {kind.__name__}. "
+                "Mend the line, or check that this is the reader's format."
+            )
+    return found
+
+
+def _parse_nli(found: dict[str, Any], place: str, identifier: str) -> Row | str:
+    gold, votes = found["gold_label"], [vote for vote in found["annotator_labels"] if vote]
+    if gold == "-":
+        return f"{place}: has no gold label, the annotators did not agree"
+    for label in (gold, *votes):
+        if label not in tuple(NLI_SIMILARITIES):
+            raise InputError(
+                f"{place}: a label must be one of {', '.join(NLI_SIMILARITIES)}, found {label!r}. Mend it."
+            )
+    values = [NLI_SIMILARITIES[vote] for vote in votes or [gold]]
+    # JSON can spell half a character (a lone surrogate), which no tokenizer takes
+    texts = tuple(found[name].strip().encode("utf-8", "replace").decode() for name in ("sentence1", "sentence2"))
+    return Row(place, identifier, texts, sum(values) / len(values))
+
+
+YELP_SOURCE = "Yelp-full: yelp_review_full_csv of Zhang et al. 2015; Yelp's own: https://www.yelp.com/dataset"
+
+
+def read_yelp(task: Task, path: Path, labeled: bool) -> Iterator[Row | str]:
+    """Yelp's reviews, comma-separated, 1 to 5 stars as grades 0 to 4 (paper 003, section 3.5).
+
+    Either with a header that has the columns stars and text, among others such as review_id; or without, as in
+    Yelp-full (Zhang et al. 2015): the stars, the text, and in the text `\\n` for the end of a line.
+    """
+    lines = _lines(path, YELP_SOURCE)
+    first = next(lines)
+    bare = re.match(r'"?[1-5]"?,', first)
+    names = ["stars", "text"] if bare else None
+    table = csv.DictReader(itertools.chain([first], lines), names, strict=True)
+    reviews = dataclasses.replace(task, text_columns=("text",), label_column="stars", parse_label=_stars)
+    _check_header(table, path, ["stars", "text"], "a csv of reviews")
+    line_end = re.compile(r"\\n|\n" if bare else r"\n")
+    for place, number, record in _placed(table, path):
+        record["id"] = f"{path}:{number}"
+        if record["text"] is not None:
+            record["text"] = line_end.sub(" ", record["text"])
+        yield _parse(reviews, record, ["stars", "text"], place)
+
+
+def _stars(text: str) -> int:
+    return grades(5, lowest=1)(text) - 1
+
+
+def read_quora_as_sts(task: Task, path: Path, labeled: bool) -> Iterator[Row | str]:
+    """The course's Quora file as similarities (paper 002, section 3.3).
+
+    A paraphrase is uniform in [4, 5], any other pair in [0, 4]. The random number is a hash of the row's id: the same
+    in every run, whatever rows stand around it.
+    """
+    for row in read_handout(PARA, path, True):
+        if isinstance(row, Row):
+            drawn = int.from_bytes(hashlib.sha256(row.id.encode()).digest()[:8], "big") / 2**64
+            row = row._replace(id=f"quora_as_sts:{row.id}", label=4 + drawn if row.label else 4 * drawn)
+        yield row
+
+
+def read_tsv(task: Task, path: Path, labeled: bool) -> Iterator[Row | str]:
+    """Tab-separated pairs, as PAWS and GLUE's STS-B have them.
+
+    The header names sentence1, sentence2 and a label in the task's own range: its own column, score or label. Further
+    columns are passed over; quotation marks are text, so a row is a line.
+    """
+    table = csv.DictReader(_lines(path, "Check the path."), delimiter="\t", quoting=csv.QUOTE_NONE)
+    own = task.label_column
+    label = next(
+        (name for name in (own, "score", "label") if name in (table.fieldnames or ())), f"{own} (or score, label)"
+    )
+    wanted = [*task.text_columns, label]
+    _check_header(table, path, wanted, "a file of pairs")
+    pairs = dataclasses.replace(task, label_column=label)
+    for place, number, record in _placed(table, path):
+        yield _parse(pairs, record | {"id": f"{path}:{number}"}, wanted, place)
+
+
+class Reader(NamedTuple):
+    """A file format. Every row's id is its own across files: the course's, or file and line."""
+
+    read: Callable[[Task, Path, bool], Iterator[Row | str]]  # the bool: are labels asked for
+    tasks: tuple[str, ...]  # for which its rows are data
+
+
+READERS = {
+    "handout": Reader(read_handout, tuple(TASKS)),
+    "snli": Reader(read_nli, ("sts",)),
+    "mnli": Reader(read_nli, ("sts",)),
+    "yelp": Reader(read_yelp, ("sst",)),
+    "quora_as_sts": Reader(read_quora_as_sts, ("sts",)),
+    "tsv": Reader(read_tsv, ("para", "sts")),
+}
+
+
+def source_of(path: Path) -> tuple[str, Path]:
+    """`snli:data/train.jsonl` -> the reader's name and the file.
+
+    A path without a reader is the handout's, and so is one with a colon in it that is a file as it stands.
+    """
+    prefix = re.fullmatch(r"([^/\\:]{2,}):(.*)", str(path))  # one letter is a drive
+    if prefix is None or os.path.isfile(path):
+        return "handout", path
+    name, rest = prefix.groups()
+    if name not in READERS or not rest:
+        raise InputError(
+            f"{path}: must be a file or READER:PATH with one of {', '.join(READERS)}, found neither. "
+            "Correct the path, or the reader."
+        )
+    return name, Path(os.path.expanduser(rest))  # a shell leaves a ~ behind a colon as it is
+
+
+def reader_of(task: Task, path: Path) -> tuple[Reader, Path]:
+    name, file = source_of(path)
+    if task.name not in READERS[name].tasks:
+        fitting = ", ".join(key for key, reader in READERS.items() if task.name in reader.tasks)
+        raise InputError(
+            f"{path}: the reader {name} is for {' and '.join(READERS[name].tasks)}, found {task.name}. "
+            f"Use one of {fitting}."
+        )
+    return READERS[name], file
 
 
 # --- examples -> token ids, once --------------------------------------------------------------------------------------
+
+
+CHUNK = 20_000  # rows tokenized at a time: the tokenizer's own objects take a hundred times an id's four bytes
+
+
+def _tokenize_chunk(tokenizer: BertTokenizer, sentences: list[str], pairs: list[str] | None) -> tuple[Tensor, ...]:
+    """Token ids and segment ids end to end, lengths, and whether a row was cut."""
+    encoded = tokenizer.encode(sentences, pairs)
+    lengths = [len(e) for e in encoded]
+
+    def joined(name: str, kind: type) -> Tensor:
+        every = itertools.chain.from_iterable(getattr(e, name) for e in encoded)
+        return torch.from_numpy(np.fromiter(every, kind, sum(lengths)))
+
+    truncated = torch.tensor([bool(e.overflowing) for e in encoded])
+    return joined("ids", np.int32), joined("type_ids", np.uint8), torch.tensor(lengths), truncated
 
 
 class Ragged(NamedTuple):
@@ -166,15 +375,12 @@ class Ragged(NamedTuple):
 
     @classmethod
     def tokenize(cls, tokenizer: BertTokenizer, sentences: list[str], pairs: list[str] | None = None) -> Self:
-        encoded = tokenizer.encode(sentences, pairs)
-        lengths = torch.tensor([len(e.ids) for e in encoded])
-        return cls(
-            torch.tensor([i for e in encoded for i in e.ids], dtype=torch.int32),
-            torch.tensor([i for e in encoded for i in e.type_ids], dtype=torch.uint8),
-            lengths,
-            lengths.cumsum(0) - lengths,
-            torch.tensor([bool(e.overflowing) for e in encoded]),
-        )
+        chunks = [
+            _tokenize_chunk(tokenizer, sentences[start : start + CHUNK], pairs and pairs[start : start + CHUNK])
+            for start in range(0, max(1, len(sentences)), CHUNK)
+        ]
+        token_ids, token_type_ids, lengths, truncated = map(torch.cat, zip(*chunks, strict=True))
+        return cls(token_ids, token_type_ids, lengths, lengths.cumsum(0) - lengths, truncated)
 
     def pad(self, rows: Tensor, padding_id: int) -> Encoded:
         """The chosen rows as one batch, padded to the longest of them."""
@@ -355,6 +561,9 @@ def endless_batches(split: Split, batch_size: int, seed: int, epoch: int) -> Ite
         yield from training_batches(split, batch_size, epoch_generator(seed, epoch, number))
 
 
+SKIPPED_SHOWN = 5  # rows named one by one; SNLI has hundreds without a gold label
+
+
 def read_split(
     task: Task,
     paths: list[Path],
@@ -369,8 +578,12 @@ def read_split(
     examples = read_examples(task, paths, labeled=labeled, strict=strict, repeated_ids=repeated_ids)
     names = ", ".join(map(str, paths))
     total = len(examples) + len(examples.skipped)
-    for row in examples.skipped:
+    for row in examples.skipped[:SKIPPED_SHOWN]:
         warn(f"{row}. Skipped ({len(examples.skipped)} of {total} rows skipped; --strict_data stops instead).")
+    if len(examples.skipped) > SKIPPED_SHOWN:
+        warn(
+            f"{names}: {len(examples.skipped) - SKIPPED_SHOWN} further rows skipped; --strict_data stops at the first."
+        )
     if labeled and len(set(examples.labels)) < 2:
         raise InputError(
             f"{names}: needs rows with at least two different labels, found {len(examples)} "

@@ -26,7 +26,19 @@ import pcgrad
 import sampling
 import smart
 from bert import ATTENTIONS, BertModel, Layer
-from datasets import PAIRINGS, SINGLE, Pairing, Split, endless_batches, epoch_generator, read_examples, read_split
+from datasets import (
+    PAIRINGS,
+    READERS,
+    SINGLE,
+    Pairing,
+    Split,
+    endless_batches,
+    epoch_generator,
+    read_examples,
+    read_split,
+    reader_of,
+    source_of,
+)
 from evaluation import (
     keep_vectors,
     overall,
@@ -224,6 +236,7 @@ def with_defaults(config: Any) -> argparse.Namespace:
 
 
 def data_paths(task: Task, args: argparse.Namespace, split: str) -> list[Path]:
+    """As given: a training file may have its reader's name before it, as in snli:data/train.jsonl."""
     given = getattr(args, f"{task.name}_{split}")
     return [Path(path) for path in (given if isinstance(given, list) else [given])]
 
@@ -307,7 +320,7 @@ def data_files(args: argparse.Namespace) -> list[Path]:
     """All that a run reads."""
     files = [(name, split) for name in args.tasks for split in ("dev", "test")]
     files += [(name, "train") for name in args.train_tasks]
-    data = [path for name, split in files for path in data_paths(TASKS[name], args, split)]
+    data = [source_of(path)[1] for name, split in files for path in data_paths(TASKS[name], args, split)]
     return [*data, *teacher_files(args).values()]
 
 
@@ -512,9 +525,11 @@ def _add_data_arguments(parser: argparse.ArgumentParser) -> None:
     add("--data", type=Path, default=Path("data"), help="directory with the course's files; data/sample is at hand")
     add("--predictions", type=Path, default=Path("predictions"), help="where the prediction files go")
     for task in TASKS.values():
-        many = {"nargs": "+"}
-        for split, options in (("train", many), ("dev", {}), ("test", {})):
-            add(f"--{task.name}_{split}", help=f"None: {task.filename(split)} in --data", **options)
+        readers = ", ".join(name for name, reader in READERS.items() if task.name in reader.tasks)
+        for split in ("train", "dev", "test"):
+            many = {"nargs": "+", "metavar": "[READER:]PATH"} if split == "train" else {}
+            known = f"; readers: {readers}" if split == "train" else ""
+            add(f"--{task.name}_{split}", help=f"None: {task.filename(split)} in --data{known}", **many)
         for split in ("dev", "test"):
             add(f"--{task.name}_{split}_out", help=f"None: {task.name}-{split}-output.csv in --predictions")
         add(f"--{task.name}_fraction", type=number(float, 0, 1, above=True), default=1.0,
@@ -612,6 +627,7 @@ def validate(args: argparse.Namespace) -> None:
             raise InputError(f"--{key} only works with {needed}, which is not set. Set it, or leave --{key} out.")
     for name in args.tasks:
         validate_task(TASKS[name], args)
+        validate_files(TASKS[name], args)
     absent = [name for name in args.train_tasks if name not in args.tasks]
     if absent:
         raise InputError(f"--train_tasks must be among --tasks, found {absent[0]}. Add it to --tasks, or leave it out.")
@@ -697,6 +713,20 @@ def validate_chunks(args: argparse.Namespace) -> None:
             f"--chunk_rows must be below the number of sentences in a batch, at most {most} here, found "
             f"{args.chunk_rows}. Lower it, or leave it out."
         )
+
+
+def validate_files(task: Task, args: argparse.Namespace) -> None:
+    """Readers exist and fit their task; what is scored is in the course's format, whose ids the leaderboard knows."""
+    for path in data_paths(task, args, "train"):
+        reader_of(task, path)
+    for split in ("dev", "test"):
+        for path in data_paths(task, args, split):
+            name, _ = source_of(path)
+            if name != "handout":
+                raise InputError(
+                    f"--{task.name}_{split} {path}: must be in the course's format, found the reader {name}. "
+                    f"Use it with --{task.name}_train."
+                )
 
 
 def validate_surgery(args: argparse.Namespace) -> None:

@@ -100,13 +100,13 @@ class Batch:
         )
 
 
-def grades(count: int) -> Callable[[str], int]:
-    """Labels 0 .. count-1; `1.0` counts as 1, as Quora writes it."""
+def grades(count: int, lowest: int = 0) -> Callable[[str], int]:
+    """Labels lowest .. lowest + count - 1; `1.0` counts as 1, as Quora writes it."""
 
     def parse(text: str) -> int:
-        rule = f"must be a whole number from 0 to {count - 1}" if count > 2 else "must be 0 or 1"
+        rule = f"must be a whole number from {lowest} to {lowest + count - 1}" if count > 2 else "must be 0 or 1"
         value = _number(text, rule)
-        if value not in range(count):
+        if value not in range(lowest, lowest + count):
             raise ValueError(f"{rule}, found {text!r}")
         return int(value)
 

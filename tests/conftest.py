@@ -1,5 +1,6 @@
 """What many tests share: a tiny random checkpoint, small data files, the course's data where it is at hand."""
 
+import json
 import os
 import subprocess
 import sys
@@ -68,6 +69,19 @@ def write_task_files(folder: Path, rows: int = 8) -> None:
             if split == "test-student":
                 lines = [line.rpartition("\t")[0] for line in lines]
             (folder / f"{stem}-{split}.csv").write_text("\n".join(lines) + "\n")
+
+
+def nli_line(votes: list[str], gold: str, first: str = "Two dogs run.", second: str = "Animals move.") -> str:
+    """A line of SNLI 1.0, with what the suite passes over."""
+    found = {"annotator_labels": votes, "captionID": "1.jpg#0", "gold_label": gold, "pairID": "1.jpg#0r1n"}
+    return json.dumps(found | {"sentence1": first, "sentence1_parse": "(ROOT )", "sentence2": second}) + "\n"
+
+
+def write_more_data(folder: Path) -> None:
+    """Small files of SNLI and of Yelp, as the recipe smarter/more-data names them."""
+    labels = ["entailment", "neutral", "contradiction"]
+    (folder / "snli_1.0_train.jsonl").write_text("".join(nli_line([label], label) for label in labels * 3))
+    (folder / "yelp.csv").write_text("".join(f'"{1 + i % 5}","A ""place"" of {i} tables.\\nGo."\n' for i in range(9)))
 
 
 @pytest.fixture
