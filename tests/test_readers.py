@@ -5,7 +5,6 @@ import json
 import random
 import subprocess
 import sys
-import time
 import tracemalloc
 from collections.abc import Callable
 from hashlib import sha256
@@ -477,18 +476,19 @@ from tasks import STS
 from tokenizer import BertTokenizer
 tokenizer = BertTokenizer.from_pretrained("minilm")
 split = read_split(STS, [Path(sys.argv[1])], tokenizer, PAIRINGS["cross"], labeled=True)
-print(len(split), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
+used = resource.getrusage(resource.RUSAGE_SELF)
+print(len(split), used.ru_utime + used.ru_stime, used.ru_maxrss // 1024)
 """
 
 
 @pytest.mark.slow
 def test_550000_pairs_are_read_and_tokenized_within_two_minutes_and_a_gigabyte(tmp_path: Path):
+    """Two minutes of CPU time, all threads together: what else runs on the machine does not count."""
     path = tmp_path / "snli.jsonl"
     write_long_nli(path, 550_000)
-    started = time.monotonic()
     command = [sys.executable, "-c", READ_ALL, f"snli:{path}"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
-    rows, megabytes = map(int, done.stdout.split())
+    rows, seconds, megabytes = map(float, done.stdout.split())
     assert rows == 550_000 - 786
-    assert time.monotonic() - started < 120
+    assert seconds < 120
     assert megabytes < 1000
