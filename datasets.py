@@ -348,7 +348,7 @@ def reader_of(task: Task, path: Path) -> tuple[Reader, Path]:
 # --- examples -> token ids, once --------------------------------------------------------------------------------------
 
 
-CHUNK = 20_000  # rows tokenized at a time: the tokenizer's own objects take a hundred times an id's four bytes
+CHUNK = 20_000  # rows tokenized at a time: the tokenizer's own objects, far larger than ids, never exist for all rows
 
 
 def _tokenize_chunk(tokenizer: BertTokenizer, sentences: list[str], pairs: list[str] | None) -> tuple[Tensor, ...]:
