@@ -42,7 +42,7 @@ NAMES = {
 
 
 # What a multitask run writes beside its encoder. An encoder alone is loaded without it.
-HEADS = ("heads.", "poolers.", "shared_pair_layer.", "weighting.")
+HEADS = ("heads.", "poolers.", "feature.", "shared_pair_layer.", "weighting.")
 ADAPTER = "adapter."
 TASK_ADAPTERS = "adapter.tasks."  # those that can not be merged into the encoder, each task having its own
 

@@ -22,6 +22,7 @@ from torch import Generator, Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
+from pos import PosTagger
 from tasks import PARA, SST, STS, TASKS, Batch, Encoded, Task, grades
 from tokenizer import BertTokenizer
 from utils import InputError, warn
@@ -351,8 +352,10 @@ def reader_of(task: Task, path: Path) -> tuple[Reader, Path]:
 CHUNK = 20_000  # rows tokenized at a time: the tokenizer's own objects, far larger than ids, never exist for all rows
 
 
-def _tokenize_chunk(tokenizer: BertTokenizer, sentences: list[str], pairs: list[str] | None) -> tuple[Tensor, ...]:
-    """Token ids and segment ids end to end, lengths, and whether a row was cut."""
+def _tokenize_chunk(
+    tokenizer: BertTokenizer, sentences: list[str], pairs: list[str] | None, tagger: PosTagger | None
+) -> tuple[Tensor, ...]:
+    """Token ids and segment ids end to end, lengths, whether a row was cut, and with a tagger the tags end to end."""
     encoded = tokenizer.encode(sentences, pairs)
     lengths = [len(e) for e in encoded]
 
@@ -361,7 +364,8 @@ def _tokenize_chunk(tokenizer: BertTokenizer, sentences: list[str], pairs: list[
         return torch.from_numpy(np.fromiter(every, kind, sum(lengths)))
 
     truncated = torch.tensor([bool(e.overflowing) for e in encoded])
-    return joined("ids", np.int32), joined("type_ids", np.uint8), torch.tensor(lengths), truncated
+    tags = () if tagger is None else (tagger.align(encoded, sentences, pairs),)
+    return joined("ids", np.int32), joined("type_ids", np.uint8), torch.tensor(lengths), truncated, *tags
 
 
 class Ragged(NamedTuple):
@@ -372,15 +376,23 @@ class Ragged(NamedTuple):
     lengths: Tensor  # (rows,)
     starts: Tensor  # (rows,)
     truncated: Tensor  # (rows,), whether it was cut to the tokenizer's maximum
+    pos_ids: Tensor | None = None  # (total tokens,), part-of-speech tags
 
     @classmethod
-    def tokenize(cls, tokenizer: BertTokenizer, sentences: list[str], pairs: list[str] | None = None) -> Self:
+    def tokenize(
+        cls,
+        tokenizer: BertTokenizer,
+        sentences: list[str],
+        pairs: list[str] | None = None,
+        tagger: PosTagger | None = None,
+    ) -> Self:
+        """tagger: one that has read these texts already."""
         chunks = [
-            _tokenize_chunk(tokenizer, sentences[start : start + CHUNK], pairs and pairs[start : start + CHUNK])
+            _tokenize_chunk(tokenizer, sentences[start : start + CHUNK], pairs and pairs[start : start + CHUNK], tagger)
             for start in range(0, max(1, len(sentences)), CHUNK)
         ]
-        token_ids, token_type_ids, lengths, truncated = map(torch.cat, zip(*chunks, strict=True))
-        return cls(token_ids, token_type_ids, lengths, lengths.cumsum(0) - lengths, truncated)
+        token_ids, token_type_ids, lengths, truncated, *pos_ids = map(torch.cat, zip(*chunks, strict=True))
+        return cls(token_ids, token_type_ids, lengths, lengths.cumsum(0) - lengths, truncated, *pos_ids)
 
     def pad(self, rows: Tensor, padding_id: int) -> Encoded:
         """The chosen rows as one batch, padded to the longest of them."""
@@ -389,7 +401,9 @@ class Ragged(NamedTuple):
         mask = columns < lengths[:, None]  # (1, T) < (B, 1) -> (B, T)
         places = torch.where(mask, self.starts[rows][:, None] + columns, 0)
         token_ids = torch.where(mask, self.token_ids[places], padding_id).long()
-        return Encoded(token_ids, mask.long(), torch.where(mask, self.token_type_ids[places], 0).long())
+        token_type_ids = torch.where(mask, self.token_type_ids[places], 0).long()
+        pos_ids = None if self.pos_ids is None else torch.where(mask, self.pos_ids[places], 0).long()
+        return Encoded(token_ids, mask.long(), token_type_ids, pos_ids)
 
     def numbers(self, rows: Tensor) -> Tensor:
         """A number for each of the rows, of 64 bits: the same where the token ids are, also from another column."""
@@ -409,21 +423,26 @@ class Ragged(NamedTuple):
 class Pairing(NamedTuple):
     """How the texts of a row become the encoder's inputs, and what a head is shown of their vectors."""
 
-    tokenize: Callable[[BertTokenizer, tuple[list[str], ...]], tuple[Ragged, ...]]
+    tokenize: Callable[[BertTokenizer, tuple[list[str], ...], PosTagger | None], tuple[Ragged, ...]]
     join: Callable[[Encoded, Encoded, int], tuple[Encoded, ...]]  # the same from token ids, at most so many tokens
     views: tuple[tuple[int, ...], ...]  # a head sees the vectors of each view, and its logits are averaged over views
 
 
-def tokenize_apart(tokenizer: BertTokenizer, texts: tuple[list[str], ...]) -> tuple[Ragged, ...]:
-    return tuple(Ragged.tokenize(tokenizer, column) for column in texts)
+Texts = tuple[list[str], ...]  # one list a text column
 
 
-def tokenize_joined(tokenizer: BertTokenizer, texts: tuple[list[str], ...]) -> tuple[Ragged, ...]:
-    return (Ragged.tokenize(tokenizer, *texts),)
+def tokenize_apart(tokenizer: BertTokenizer, texts: Texts, tagger: PosTagger | None = None) -> tuple[Ragged, ...]:
+    return tuple(Ragged.tokenize(tokenizer, column, tagger=tagger) for column in texts)
 
 
-def tokenize_joined_both_ways(tokenizer: BertTokenizer, texts: tuple[list[str], ...]) -> tuple[Ragged, ...]:
-    return (Ragged.tokenize(tokenizer, *texts), Ragged.tokenize(tokenizer, *reversed(texts)))
+def tokenize_joined(tokenizer: BertTokenizer, texts: Texts, tagger: PosTagger | None = None) -> tuple[Ragged, ...]:
+    return (Ragged.tokenize(tokenizer, *texts, tagger),)
+
+
+def tokenize_joined_both_ways(
+    tokenizer: BertTokenizer, texts: Texts, tagger: PosTagger | None = None
+) -> tuple[Ragged, ...]:
+    return (Ragged.tokenize(tokenizer, *texts, tagger), Ragged.tokenize(tokenizer, *reversed(texts), tagger))
 
 
 def join_pair(first: Encoded, second: Encoded, max_length: int) -> Encoded:
@@ -479,8 +498,16 @@ class Split:
     teacher: Tensor | None = None  # (rows, C), another model's logits
 
     @classmethod
-    def tokenize(cls, examples: Examples, tokenizer: BertTokenizer, pairing: Pairing = SINGLE) -> Self:
-        columns = pairing.tokenize(tokenizer, examples.texts)
+    def tokenize(
+        cls,
+        examples: Examples,
+        tokenizer: BertTokenizer,
+        pairing: Pairing = SINGLE,
+        tagger: PosTagger | None = None,
+    ) -> Self:
+        if tagger is not None:
+            tagger.read(examples.texts)
+        columns = pairing.tokenize(tokenizer, examples.texts, tagger)
         labels = None if examples.labels is None else torch.tensor(examples.labels)
         return cls(examples.task, examples.ids, columns, labels, tokenizer.pad_token_id, pairing.views)
 
@@ -499,10 +526,11 @@ class Split:
 
     def batch(self, rows: Tensor) -> Batch:
         kept = self.vectors is not None
+        suffice = kept and all(column.pos_ids is None for column in self.columns)  # a feature reads tags after them
         return Batch(
             self.task.name,
             [self.ids[r] for r in rows.tolist()],
-            () if kept else tuple(column.pad(rows, self.padding_id) for column in self.columns),
+            () if suffice else tuple(column.pad(rows, self.padding_id) for column in self.columns),
             None if self.labels is None else self.labels[rows],
             tuple(v[rows] for v in self.vectors) if kept else None,
             self.views,
@@ -573,6 +601,7 @@ def read_split(
     labeled: bool,
     strict: bool = False,
     repeated_ids: bool = False,
+    tagger: PosTagger | None = None,
 ) -> Split:
     """Reads and tokenizes, and says what was left out."""
     examples = read_examples(task, paths, labeled=labeled, strict=strict, repeated_ids=repeated_ids)
@@ -589,7 +618,7 @@ def read_split(
             f"{names}: needs rows with at least two different labels, found {len(examples)} "
             f"row{'s' * (len(examples) > 1)}, all labeled {examples.labels[0]}. There is nothing to learn from it."
         )
-    split = Split.tokenize(examples, tokenizer, pairing)
+    split = Split.tokenize(examples, tokenizer, pairing, tagger)
     if split.truncated:
         limit = tokenizer.max_length
         warn(f"{names}: {split.truncated} of {len(split)} rows are longer than {limit} tokens and were cut.")

@@ -23,6 +23,7 @@ import heads
 import losses
 import optimizer
 import pcgrad
+import pos
 import sampling
 import smart
 from bert import ATTENTIONS, BertModel, Layer
@@ -99,6 +100,7 @@ class MultitaskBERT(nn.Module):
             self.heads[name] = heads.build_head(head, H, vectors, TASKS[name].num_outputs, dropout, TASKS[name].kind)
         shared = nn.Sequential(nn.Linear(H, H), nn.GELU()) if flags.share_pair_layer else nn.Identity()
         self.shared_pair_layer = shared
+        self.feature = pos.build_feature(flags, H)
         self.weighting = losses.build_weighting(flags, [TASKS[name] for name in flags.tasks])  # the optimizer owns it
         self.adapter = adapters.build_adapter(flags, self.bert, flags.tasks)  # last: the heads start as without it
 
@@ -110,12 +112,13 @@ class MultitaskBERT(nn.Module):
 
     @property
     def keeps_vectors(self) -> bool:
-        """Whether what comes before the heads never changes, so that one pass over the data does."""
+        """Whether what comes before feature and heads never changes, so that one pass over the data does."""
         return self.frozen and not any(p.requires_grad for p in self.poolers.parameters())
 
     def shared_parameters(self) -> list[nn.Parameter]:
         """What every task's gradient reaches: gradient surgery works on these; heads and PALs keep their gradients."""
-        return [p for p in (*self.bert.parameters(), *self.adapter.shared_parameters()) if p.requires_grad]
+        shared = (*self.bert.parameters(), *self.feature.parameters(), *self.adapter.shared_parameters())
+        return [p for p in shared if p.requires_grad]
 
     def embed(self, batch: Batch) -> Tensor:
         """The embedding layer's output for all sentences of the batch, below each other: (R, T, H)."""
@@ -144,6 +147,11 @@ class MultitaskBERT(nn.Module):
     def _encode(self, layers: Iterable[Layer], pooler: heads.Pooler, embeddings: Tensor, mask: Tensor) -> Tensor:
         return pooler(self.bert.encode(embeddings, mask, layers), mask)  # (R, T, H) -> (R, H)
 
+    def with_feature(self, batch: Batch, vectors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The pooled vectors with what the batch tells beside its tokens; kept vectors may come without the tokens."""
+        sentences = batch.sentences or (None,) * len(vectors)
+        return tuple(map(self.feature, vectors, sentences))
+
     def logits(self, task: str, vectors: tuple[Tensor, ...], views: tuple[tuple[int, ...], ...]) -> Tensor:
         """(B, C): the mean over the views, of which there are two where pairs are scored both ways."""
         if len(TASKS[task].text_columns) == 2:
@@ -157,14 +165,15 @@ class MultitaskBERT(nn.Module):
         """embeddings: use these instead of the batch's own. random_state: with the dropout masks of an earlier pass."""
         scored = partial(self.logits, batch.task, views=batch.views)
         if batch.vectors is not None:
-            return Output(scored(batch.vectors), batch.vectors, score=scored)
+            vectors = self.with_feature(batch, batch.vectors)
+            return Output(scored(vectors), vectors, score=scored)
         if embeddings is None:
             embeddings = self.embed(batch)
             if torch.is_grad_enabled() and self.training and not (self.frozen or embeddings.requires_grad):
                 embeddings.requires_grad_()  # frozen ones too: a regularizer may ask for the gradient by them
         state = random_states(embeddings.device) if self.training and random_state is None else random_state
         with replayed(random_state, embeddings.device):
-            vectors = self.vectors(batch, embeddings)
+            vectors = self.with_feature(batch, self.vectors(batch, embeddings))
             again = partial(self.predict, batch) if self.training else None
             return Output(scored(vectors), vectors, embeddings, state, scored, again)
 
@@ -173,7 +182,8 @@ class MultitaskBERT(nn.Module):
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Sentence vectors: (B, T), (B, T) -> (B, H)."""
         name = next(iter(self.heads))
-        return self.vectors(self._batch(name, (input_ids, attention_mask)))[0]
+        batch = self._batch(name, (input_ids, attention_mask))
+        return self.with_feature(batch, self.vectors(batch))[0]
 
     def predict_sentiment(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Five logits a sentence: (B, 5)."""
@@ -246,6 +256,7 @@ Splits = dict[str, dict[str, Split]]  # by task, then by train, dev, test
 
 def load_splits(args: argparse.Namespace, tokenizer: BertTokenizer, which: tuple[str, ...]) -> Splits:
     found: Splits = {}
+    tagger = pos.build_tagger(args)
     for name in args.tasks:
         task = TASKS[name]
         found[name] = {
@@ -257,6 +268,7 @@ def load_splits(args: argparse.Namespace, tokenizer: BertTokenizer, which: tuple
                 labeled=split != "test",
                 strict=args.strict_data,
                 repeated_ids=args.repeated_ids and split == "train",
+                tagger=tagger,
             )
             for split in which
             if split != "train" or name in args.train_tasks
@@ -329,9 +341,8 @@ def open_run(args: argparse.Namespace) -> Run:
     if not args.resume:
         return Run.create(folder, args, data)
     run = Run.reopen(folder)
-    run.must_match(
-        args, data, may_differ={"resume", "runs", "fine_tune_mode", "use_gpu", "eval_batch_size", "predict_only", "run"}
-    )
+    own = {"resume", "runs", "fine_tune_mode", "use_gpu", "eval_batch_size", "predict_only", "run", "pos_cache"}
+    run.must_match(args, data, may_differ=own)
     return run
 
 
@@ -341,6 +352,7 @@ def train_multitask(
     """Trains; the run's directory keeps the best epoch by the overall score of what trains. Returns its dev scores."""
     args = with_defaults(args)
     validate(args)
+    args.pos_tagger = pos.tagger_at_hand(args)
     precision = Precision(args.precision, choose_device(args.use_gpu))
     tokenizer = BertTokenizer.from_pretrained(args.model, max_length=args.max_length)
     splits = load_splits(args, tokenizer, ("train", "dev"))
@@ -400,7 +412,7 @@ def describe(args: argparse.Namespace, model: MultitaskBERT, splits: Splits, pre
         f"{args.option} {args.model} | {precision.device.type} {args.precision} | {torch.get_num_threads()} threads | "
         f"{trainable:,} of {total:,} parameters train | lr {args.lr:g}"
     )
-    chain = f"sampler {args.sampler} | combiner {args.combiner} | regularizer {args.regularizer}"
+    chain = f"sampler {args.sampler} | combiner {args.combiner} | regularizer {args.regularizer}{pos.describe(args)}"
     print(chain + model.adapter.summary())
     for name, of_task in splits.items():
         sizes = ", ".join(f"{split} {len(rows)}" for split, rows in of_task.items())
@@ -494,7 +506,7 @@ def build_parser() -> ArgumentParser:
     add("--dry_run", action="store_true", help="two steps of everything, in a temporary directory; nothing is kept")
     _add_model_arguments(parser)
     _add_data_arguments(parser)
-    for owner in (optimizer, sampling, losses, pcgrad, smart, adapters):
+    for owner in (optimizer, sampling, losses, pcgrad, smart, adapters, pos):
         owner.add_arguments(parser)
     parser.set_defaults(lr=1e-5)
     return parser
@@ -612,6 +624,7 @@ DEPENDENT_FLAGS = (
         lambda args: any(TASKS[task].kind != "number" for task in learning_by(args, "distill")),
     ),
     ("teacher", "a loss distill", lambda args: learning_by(args, "distill")),
+    ("pos_", "--feature pos", lambda args: args.feature == "pos"),
     ("run", "--predict_only", lambda args: args.predict_only),
     ("predict_train", "--predict_only", lambda args: args.predict_only),
 )
@@ -760,7 +773,8 @@ def validate_frozen(args: argparse.Namespace) -> None:
     for task in map(TASKS.get, args.train_tasks):
         head, pooling = chosen(args, task.name, "head"), chosen(args, task.name, "pooling")
         shared = args.share_pair_layer and len(task.text_columns) == 2
-        if not (heads.HEADS[head].own_parameters or heads.POOLERS[pooling].own_parameters or shared):
+        chain = heads.POOLERS[pooling], pos.FEATURES[args.feature], heads.HEADS[head]
+        if not (shared or any(part.own_parameters for part in chain)):
             raise InputError(
                 f"--{task.name}_head {head} has no weights of its own, and --option pretrain, the handout's default, "
                 f"freezes the encoder: nothing would learn. Use --option finetune, or --{task.name}_head linear."

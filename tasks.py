@@ -21,6 +21,7 @@ class Encoded(NamedTuple):
     token_ids: Tensor  # (B, T)
     attention_mask: Tensor  # (B, T), 1 = real token
     token_type_ids: Tensor  # (B, T), zeros unless a joined pair
+    pos_ids: Tensor | None = None  # (B, T), part-of-speech tag of each token, 0 for special ones; where asked for
 
 
 class Output(NamedTuple):
@@ -40,8 +41,10 @@ def stack(sentences: tuple[Encoded, ...]) -> Encoded:
         return sentences[0]
     T = max(s.token_ids.size(1) for s in sentences)
 
-    def together(name: str) -> Tensor:
-        parts = (getattr(s, name) for s in sentences)
+    def together(name: str) -> Tensor | None:
+        parts = [getattr(s, name) for s in sentences]
+        if any(part is None for part in parts):
+            return None
         return torch.cat([F.pad(part, (0, T - part.size(1))) for part in parts])  # masked, so any padding id will do
 
     return Encoded(*map(together, Encoded._fields))
@@ -79,7 +82,7 @@ class Task:
 class Batch:
     task: str
     ids: list[str]
-    sentences: tuple[Encoded, ...]  # one, or two for a bi-encoded pair; empty where vectors are kept
+    sentences: tuple[Encoded, ...]  # one, or two for a bi-encoded pair; empty where kept vectors suffice
     labels: Tensor | None  # (B,)
     vectors: tuple[Tensor, ...] | None = None  # the frozen encoder's output (B, H), computed once
     views: tuple[tuple[int, ...], ...] = ((0,),)  # a head sees the vectors of each view; the logits' mean counts
@@ -87,13 +90,13 @@ class Batch:
     teacher: Tensor | None = None  # (B, C), another model's logits, to learn from
 
     def to(self, device: torch.device) -> Self:
-        def move(tensor: Tensor) -> Tensor:
-            return tensor.to(device, non_blocking=True)
+        def move(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor.to(device, non_blocking=True)
 
         return dataclasses.replace(
             self,
             sentences=tuple(Encoded(*map(move, encoded)) for encoded in self.sentences),
-            labels=None if self.labels is None else move(self.labels),
+            labels=move(self.labels),
             vectors=None if self.vectors is None else tuple(map(move, self.vectors)),
             texts=tuple(map(move, self.texts)),
             teacher=None if self.teacher is None else move(self.teacher),

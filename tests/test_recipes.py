@@ -159,6 +159,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.usefixtures("tags_offline")
 @pytest.mark.parametrize("name", DRY)
 def test_every_recipe_runs_two_steps(
     name: str,

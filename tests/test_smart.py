@@ -34,7 +34,7 @@ class SmallModel(nn.Module):
     def predict(self, batch: Batch, embeddings: Tensor | None = None, random_state: Tensor | None = None) -> Output:
         if batch.vectors is not None:
             return Output(self.head(batch, batch.vectors), batch.vectors)
-        ids, mask, segments = stack(batch.sentences)
+        ids, mask, segments, _ = stack(batch.sentences)
         if embeddings is None:
             embeddings = self.bert.embed(ids, segments)
         before = torch.get_rng_state()
@@ -79,7 +79,7 @@ def batch_of(task: str) -> Batch:
 
 
 def twice(batch: Batch) -> Batch:
-    doubled = tuple(Encoded(*(torch.cat([t, t]) for t in s)) for s in batch.sentences)
+    doubled = tuple(Encoded(*(torch.cat([t, t]) for t in s[:3])) for s in batch.sentences)
     return Batch(batch.task, batch.ids * 2, doubled, torch.cat([batch.labels, batch.labels]))
 
 

