@@ -84,6 +84,7 @@ IMPOSSIBLE = {
     "--sts_loss distill --teacher x --distill_temperature 3": "--distill_temperature only works with a loss distill of",
     "--teacher x": "--teacher only works with a loss distill, which is not set. Set it, or leave --teacher out.",
     "--predict_train": "--predict_train only works with --predict_only, which is not set.",
+    "--pos_dim 8": "--pos_dim only works with --feature pos, which is not set. Set it, or leave --pos_dim out.",
     "--run runs/x": "--run only works with --predict_only, which is not set. Set it, or leave --run out.",
     TUNED + "--pal_dim 8": "--pal_dim only works with --adapter pal, which is not set. Set it, or leave",
     TUNED + "--adapter pal --lora_on key": "--lora_on only works with --adapter lora, which is not set.",
