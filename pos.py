@@ -55,7 +55,7 @@ WHEEL, WHEEL_PACKAGE, WHEEL_FILE = "textblob-aptagger", "textblob_aptagger", "tr
 WHEEL_SHA256 = "1109164b3d28dce58f96b763128bab2fd8754c3921fd3330de2724ac6d1ada7c"
 TAGGERS = ("auto", "nltk", "wheel")
 PATIENCE = 5  # seconds to wait for NLTK's server
-CHARACTERS = 1_000_000  # take one process some six seconds, twice of what it costs to start another
+CHARACTERS = 4_000_000  # take a process some 25 seconds; to start one, which imports torch, takes five
 
 
 class _SetUnpickler(pickle.Unpickler):

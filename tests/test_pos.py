@@ -405,16 +405,22 @@ def test_tags_are_kept_in_the_users_cache_directory_or_where_the_flag_says(tags_
 
 
 @pytest.mark.slow
-def test_the_course_data_take_at_most_two_minutes(course_data: Path, tagger: PosTagger) -> None:
-    columns = {
-        (task.name, split): read_examples(task, [course_data / task.filename(split)], labeled=split != "test").texts
+def test_the_course_data_cost_less_than_two_minutes_of_one_core(
+    course_data: Path, tagger: PosTagger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CPU time of one process, which what else the machine does hardly changes; two cores take about half of it."""
+    monkeypatch.setattr(pos, "CHARACTERS", 10**9)
+    columns = [
+        read_examples(task, [course_data / task.filename(split)], labeled=split != "test").texts
         for task in TASKS.values()
         for split in ("train", "dev", "test")
-    }
-    started = time.monotonic()
-    for texts in columns.values():
+    ]
+    started = time.process_time()
+    for texts in columns:
         tagger.read(texts)
-    assert time.monotonic() - started < 120
+    seconds = time.process_time() - started
+    print(f"{seconds:.0f} s of one core")
+    assert seconds < 120
 
 
 # --- rows and batches -------------------------------------------------------------------------------------------------
