@@ -14,14 +14,19 @@ from conftest import ROOT, run_script
 import benchmark
 import classifier
 import multitask_classifier
+from adapters import ADAPTERS
 from bert import ATTENTIONS
-from datasets import PAIRINGS
+from datasets import PAIRINGS, READERS
+from ensemble import AVERAGES, METHODS
 from heads import HEADS, POOLERS
 from losses import LOSSES, WEIGHTINGS
-from optimizer import AVERAGERS, SCHEDULES
+from optimizer import AVERAGERS, OPTIMIZERS, SCHEDULES
 from pcgrad import COMBINERS
+from pos import FEATURES
+from pretrain import OBJECTIVES
 from sampling import SAMPLERS
-from smart import REGULARIZERS
+from smart import REGULARIZERS, STARTS
+from sweep import PRUNERS, SEARCHES
 from tasks import TASKS
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -79,8 +84,9 @@ def test_every_flag_that_the_readme_names_exists() -> None:
 
 
 REGISTRIES = [
-    ATTENTIONS, AVERAGERS, COMBINERS, HEADS, LOSSES, PAIRINGS, POOLERS, REGULARIZERS, SAMPLERS, SCHEDULES, TASKS,
-    WEIGHTINGS, benchmark.BENCHMARKS,
+    ADAPTERS, ATTENTIONS, AVERAGERS, AVERAGES, COMBINERS, FEATURES, HEADS, LOSSES, METHODS, OBJECTIVES, OPTIMIZERS,
+    PAIRINGS, POOLERS, PRUNERS, READERS, REGULARIZERS, SAMPLERS, SCHEDULES, SEARCHES, STARTS, TASKS, WEIGHTINGS,
+    benchmark.BENCHMARKS,
 ]  # fmt: skip
 
 
@@ -115,8 +121,12 @@ def test_no_course_data_is_committed(course_data: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "script", ["classifier.py", "multitask_classifier.py", "evaluation.py", "prepare_submit.py", "benchmark.py"]
-)
+    "script",
+    [
+        "classifier.py", "multitask_classifier.py", "pretrain.py", "ensemble.py", "sweep.py", "evaluation.py",
+        "prepare_submit.py", "benchmark.py",
+    ],
+)  # fmt: skip
 def test_help_tells_every_flag_and_exits_zero(script: str) -> None:
     result = run_script(script, "--help")
     assert result.returncode == 0, result.stderr
