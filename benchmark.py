@@ -307,14 +307,15 @@ def smart(rounds: int) -> list[Result]:
 # --- pipeline: an epoch of Part 2, from files to scores ---------------------------------------------------------------
 
 PIPELINE_ROWS = {"train": 2000, "dev": 500, "test": 500}
+WARM_UP_ROWS = {"train": 64, "dev": 32, "test": 32}
 PIPELINE_TASKS = [SST, PARA, STS]
 
 
-def _write_rows(folder: Path) -> None:
+def _write_rows(folder: Path, rows_of: dict[str, int]) -> None:
     """So many rows of every task under the course's names: the course's own where COURSE_DATA has them, else sample."""
     source = Path(os.environ.get("COURSE_DATA", SAMPLE))
     for task in PIPELINE_TASKS:
-        for split, count in PIPELINE_ROWS.items():
+        for split, count in rows_of.items():
             examples = read_examples(task, [source / task.filename(split)], labeled=split != "test")
             columns = [*examples.texts, examples.labels] if split != "test" else [*examples.texts]
             header = ["", "id", *task.text_columns] + [task.label_column] * (split != "test")
@@ -365,22 +366,29 @@ def _starter_epoch(flags: argparse.Namespace, folder: Path) -> None:
 
 def pipeline(rounds: int) -> list[Result]:
     """One epoch over 2,000 rows a task, tokenizing, evaluation and checkpoint included; bi-encoder, batches of 32."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        _write_rows(folder)
-        flags = ["--model", "minilm", "--option", "finetune", "--data", name, "--runs", name, "--predictions", name]
-        flags += ["--sampler", "sequential", "--epochs", "1", "--batch_size", "32", "--pooling", "mean"]
-        numbers = itertools.count()
+    names = (f"run{number}" for number in itertools.count())
 
-        def ours() -> None:
-            with contextlib.redirect_stdout(io.StringIO()):
-                multitask_classifier.train_multitask(
-                    multitask_classifier.get_args([*flags, "--name", f"run{next(numbers)}"])
-                )
+    def ours(flags: list[str]) -> None:
+        with contextlib.redirect_stdout(io.StringIO()):
+            multitask_classifier.train_multitask(multitask_classifier.get_args([*flags, "--name", next(names)]))
 
-        theirs = multitask_classifier.get_args(flags)
-        actions = {"ours": lambda: seconds(ours), "starter": lambda: seconds(lambda: _starter_epoch(theirs, folder))}
-        times = take_turns(actions, max(1, rounds // 15), "pipeline", warm_up=0)
+    def starter(flags: list[str], folder: Path) -> None:
+        _starter_epoch(multitask_classifier.get_args(flags), folder)
+
+    def both(folder: Path) -> dict[str, Callable[[], float]]:
+        flags = ["--model", "minilm", "--option", "finetune", "--sampler", "sequential", "--epochs", "1"]
+        flags += ["--batch_size", "32", "--pooling", "mean"]
+        flags += [text for flag in ("--data", "--runs", "--predictions") for text in (flag, str(folder))]
+        return {
+            "ours": lambda: seconds(lambda: ours(flags)),
+            "starter": lambda: seconds(lambda: starter(flags, folder)),
+        }
+
+    with tempfile.TemporaryDirectory() as small, tempfile.TemporaryDirectory() as whole:
+        _write_rows(Path(small), WARM_UP_ROWS)
+        take_turns(both(Path(small)), 1, "warm-up", warm_up=0)  # what a process loads once is neither side's
+        _write_rows(Path(whole), PIPELINE_ROWS)
+        times = take_turns(both(Path(whole)), max(1, rounds // 15), "pipeline", warm_up=0)
     return [Result.of("pipeline", times["ours"], "the starter's habits on the same model", times["starter"], 0.4)]
 
 

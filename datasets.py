@@ -93,7 +93,7 @@ def read_examples(
 
 def read_handout(task: Task, path: Path, labeled: bool) -> Iterator[Row | str]:
     """The course's tab-separated files; a string tells why a row cannot be used."""
-    table = csv.DictReader(_lines(path), delimiter="\t")
+    table = csv.DictReader(_data_lines(path), delimiter="\t")
     wanted = ["id", *task.text_columns] + [task.label_column] * labeled
     _check_header(table, path, wanted, f"a {task.name} file")
     for place, _, record in _placed(table, path):
@@ -152,16 +152,13 @@ def _parse(task: Task, record: dict[str, str | None], wanted: list[str], place: 
 COURSE_DATA = "The course's data: source setup.sh --course-data; sample data: --data data/sample"
 
 
-def _lines(path: Path, source: str = COURSE_DATA) -> Iterator[str]:
+def text_lines(path: Path, source: str = "Check the path.") -> Iterator[str]:
     """The lines of a UTF-8 text file without NUL bytes, ends as they are; read as they are asked for.
 
     source: where such a file is to be had, for the message that it is not there.
     """
     try:
         with _opened(path, "rt", encoding="utf-8-sig", newline="") as file:  # csv wants line ends as they are
-            if not any(line.strip() for line in file):
-                raise InputError(f"{path}: the file is empty. A data file needs a header and at least one row.")
-            file.seek(0)
             for number, line in enumerate(file, 1):
                 if "\0" in line:
                     raise InputError(f"{path} line {number}: must be text, found a NUL byte. Is the file damaged?")
@@ -171,6 +168,16 @@ def _lines(path: Path, source: str = COURSE_DATA) -> Iterator[str]:
         raise
     except (OSError, EOFError, zlib.error) as error:  # the last two of a .gz that was cut or damaged
         raise InputError(f"{path}: cannot be read; {getattr(error, 'strerror', None) or error}. {source}") from error
+
+
+def _data_lines(path: Path, source: str = COURSE_DATA) -> Iterator[str]:
+    """The same of a file that has to hold data."""
+    lines, first = text_lines(path, source), []
+    for line in lines:
+        first.append(line)
+        if line.strip():
+            return itertools.chain(first, lines)
+    raise InputError(f"{path}: the file is empty. A data file needs a header and at least one row.")
 
 
 def _opened(path: Path, mode: str, **options: str) -> IO:
@@ -196,18 +203,47 @@ def _refuse_bad_bytes(path: Path) -> None:
 NLI_FIELDS = {"sentence1": str, "sentence2": str, "gold_label": str, "annotator_labels": list}
 NLI_SIMILARITIES = {"contradiction": 0, "neutral": 3, "entailment": 5}
 NLI_SOURCE = "SNLI: https://nlp.stanford.edu/projects/snli; MultiNLI: https://cims.nyu.edu/~sbowman/multinli"
+NO_GOLD_LABEL = "-"  # no three of five annotators agree
+
+
+class NliLine(NamedTuple):
+    number: int  # of the line in its file
+    premise: str
+    hypothesis: str
+    gold: str  # of NLI_SIMILARITIES, or NO_GOLD_LABEL
+    votes: list[str]  # the annotators'
+
+
+def nli_lines(path: Path) -> Iterator[NliLine]:
+    """SNLI 1.0 and MultiNLI 1.0: a JSON object a line."""
+    for number, line in enumerate(_data_lines(path, NLI_SOURCE), 1):
+        if not line.strip():
+            continue
+        place = f"{path} line {number}"
+        found = _read_object(line, place, NLI_FIELDS)
+        # JSON can spell half a character (a lone surrogate), which no tokenizer takes
+        texts = (found[name].strip().encode("utf-8", "replace").decode() for name in ("sentence1", "sentence2"))
+        row = NliLine(number, *texts, found["gold_label"], [vote for vote in found["annotator_labels"] if vote])
+        for label in (*row.votes, row.gold):
+            if label not in NLI_SIMILARITIES and (label, row.gold) != (NO_GOLD_LABEL, NO_GOLD_LABEL):
+                known = ", ".join(NLI_SIMILARITIES)
+                raise InputError(f"{place}: a label must be one of {known}, found {label!r}. Mend it.")
+        yield row
 
 
 def read_nli(task: Task, path: Path, labeled: bool) -> Iterator[Row | str]:
-    """SNLI 1.0 and MultiNLI 1.0, a JSON object a line, as similarities (paper 003, section 3.5).
+    """SNLI and MultiNLI as similarities (paper 003, section 3.5).
 
     The label is the mean of the annotators' votes: contradiction 0, neutral 3, entailment 5. Lines without a gold label
-    ("-": no three of five votes agree) are skipped, as is usual with these corpora; the paper does not say.
+    are skipped, as is usual with these corpora; the paper does not say.
     """
-    for number, line in enumerate(_lines(path, NLI_SOURCE), 1):
-        if line.strip():
-            place = f"{path} line {number}"
-            yield _parse_nli(_read_object(line, place, NLI_FIELDS), place, f"{path}:{number}")
+    for row in nli_lines(path):
+        place = f"{path} line {row.number}"
+        if row.gold == NO_GOLD_LABEL:
+            yield f"{place}: has no gold label, the annotators did not agree"
+            continue
+        values = [NLI_SIMILARITIES[vote] for vote in row.votes or [row.gold]]
+        yield Row(place, f"{path}:{row.number}", (row.premise, row.hypothesis), sum(values) / len(values))
 
 
 def _read_object(line: str, place: str, fields: dict[str, type]) -> dict[str, Any]:
@@ -227,21 +263,6 @@ def _read_object(line: str, place: str, fields: dict[str, type]) -> dict[str, An
     return found
 
 
-def _parse_nli(found: dict[str, Any], place: str, identifier: str) -> Row | str:
-    gold, votes = found["gold_label"], [vote for vote in found["annotator_labels"] if vote]
-    if gold == "-":
-        return f"{place}: has no gold label, the annotators did not agree"
-    for label in (gold, *votes):
-        if label not in tuple(NLI_SIMILARITIES):
-            raise InputError(
-                f"{place}: a label must be one of {', '.join(NLI_SIMILARITIES)}, found {label!r}. Mend it."
-            )
-    values = [NLI_SIMILARITIES[vote] for vote in votes or [gold]]
-    # JSON can spell half a character (a lone surrogate), which no tokenizer takes
-    texts = tuple(found[name].strip().encode("utf-8", "replace").decode() for name in ("sentence1", "sentence2"))
-    return Row(place, identifier, texts, sum(values) / len(values))
-
-
 YELP_SOURCE = "Yelp-full: yelp_review_full_csv of Zhang et al. 2015; Yelp's own: https://www.yelp.com/dataset"
 
 
@@ -251,7 +272,7 @@ def read_yelp(task: Task, path: Path, labeled: bool) -> Iterator[Row | str]:
     Either with a header that has the columns stars and text, among others such as review_id; or without, as in
     Yelp-full (Zhang et al. 2015): the stars, the text, and in the text `\\n` for the end of a line.
     """
-    lines = _lines(path, YELP_SOURCE)
+    lines = _data_lines(path, YELP_SOURCE)
     first = next(lines)
     bare = re.match(r'"?[1-5]"?,', first)
     names = ["stars", "text"] if bare else None
@@ -289,7 +310,7 @@ def read_tsv(task: Task, path: Path, labeled: bool) -> Iterator[Row | str]:
     The header names sentence1, sentence2 and a label in the task's own range: its own column, score or label. Further
     columns are passed over; quotation marks are text, so a row is a line.
     """
-    table = csv.DictReader(_lines(path, "Check the path."), delimiter="\t", quoting=csv.QUOTE_NONE)
+    table = csv.DictReader(_data_lines(path, "Check the path."), delimiter="\t", quoting=csv.QUOTE_NONE)
     own = task.label_column
     label = next(
         (name for name in (own, "score", "label") if name in (table.fieldnames or ())), f"{own} (or score, label)"

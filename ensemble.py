@@ -382,7 +382,7 @@ def soup(args: argparse.Namespace, members: list[Member]) -> Combined:
 
 
 # What a soup's runs must have in common beside the shapes: it decides what the weights mean.
-STEM = ("model", "keep_layers", "max_length", "symmetric")
+STEM = ("model", "keep_layers", "max_length", "symmetric", "adapter", "feature", "pos_tagger")
 BRANCH = ("pooling", "head", "pairing")
 
 

@@ -12,7 +12,6 @@ Shapes:  B batch   R rows of one pass   T tokens   H hidden size   V word pieces
 
 import argparse
 import itertools
-import json
 import math
 import operator
 import re
@@ -33,7 +32,16 @@ import heads
 import optimizer
 from base_bert import copy_tensors, find_checkpoint, modern_name, read_weights
 from bert import ATTENTIONS, BertModel
-from datasets import Ragged, bucketed_rows, epoch_generator, join_pair, read_examples
+from datasets import (
+    NO_GOLD_LABEL,
+    Ragged,
+    bucketed_rows,
+    epoch_generator,
+    join_pair,
+    nli_lines,
+    read_examples,
+    text_lines,
+)
 from losses import full
 from tasks import PARA, TASKS, Batch, Output, Task, stack
 from tokenizer import SPECIAL_TOKENS, BertTokenizer
@@ -68,24 +76,9 @@ def split_sentences(text: str) -> list[str]:
     return [part for part in (found.strip() for found in SENTENCE_END.split(text)) if part]
 
 
-def _read_lines(path: Path) -> Iterator[tuple[str, str]]:
-    """(file and line, for messages; the line) of a UTF-8 text file."""
-    try:
-        with path.open("rb") as file:
-            for line_number, line in enumerate(file, start=1):
-                place = f"{path} line {line_number}"
-                try:
-                    yield place, line.decode("utf-8-sig" if line_number == 1 else "utf-8").strip()
-                except UnicodeDecodeError as error:
-                    found = f"0x{line[error.start]:02x}"
-                    raise InputError(f"{place}: must be UTF-8, found byte {found}. Convert the file.") from error
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read; {error.strerror}. Check the path.") from error
-
-
 def read_text(path: Path) -> Documents:
     """One sentence a line; a blank line ends a document, as in the original BERT's input format."""
-    lines = (line for _, line in _read_lines(path))
+    lines = (line.strip() for line in text_lines(path))
     documents = [list(group) for has_text, group in itertools.groupby(lines, bool) if has_text]
     if not documents:
         raise InputError(f"{path}: has no sentence. A text file needs one sentence a line.")
@@ -163,42 +156,20 @@ class Pair(NamedTuple):
 def read_nli(paths: list[Path]) -> tuple[list[tuple[str, str]], dict[str, list[str]]]:
     """Entailed pairs (premise, hypothesis), and the hypotheses that contradict a premise; SNLI's and MultiNLI's jsonl.
 
-    Lines without a gold label (`-`: the annotators did not agree) are passed over and counted.
+    Lines without a gold label are passed over and counted.
     """
     positives, negatives, unlabeled, total = [], {}, 0, 0
-    for place, line in itertools.chain.from_iterable(map(_read_lines, paths)):
-        if not line:
-            continue
+    for row in itertools.chain.from_iterable(map(nli_lines, paths)):
         total += 1
-        first, second, label = _parse_nli(line, place)
-        if label == "entailment":
-            positives.append((first, second))
-        elif label == "contradiction":
-            negatives.setdefault(first, []).append(second)
-        elif label == "-":
+        if row.gold == "entailment":
+            positives.append((row.premise, row.hypothesis))
+        elif row.gold == "contradiction":
+            negatives.setdefault(row.premise, []).append(row.hypothesis)
+        elif row.gold == NO_GOLD_LABEL:
             unlabeled += 1
     if unlabeled:
         warn(f"{', '.join(map(str, paths))}: {unlabeled} of {total} lines have no gold label. Skipped.")
     return positives, negatives
-
-
-def _parse_nli(line: str, place: str) -> tuple[str, str, str]:
-    """(sentence1, sentence2, gold label); the label is - where there is none."""
-    try:
-        found = json.loads(line)
-    except ValueError as error:
-        raise InputError(f"{place}: must be JSON; {error}. Mend or remove the line.") from error
-    texts = [found.get(key) for key in ("sentence1", "sentence2")] if isinstance(found, dict) else [None]
-    if not all(isinstance(text, str) for text in texts):
-        raise InputError(
-            f"{place}: must be a JSON object with the texts sentence1 and sentence2, found {line[:60]!r}. Mend it."
-        )
-    label = found.get("gold_label") or "-"
-    if label not in ("entailment", "neutral", "contradiction", "-"):
-        raise InputError(
-            f"{place}: gold_label must be entailment, neutral, contradiction or -, found {label!r}. Mend the line."
-        )
-    return *(text.strip() for text in texts), label
 
 
 def read_paraphrases(path: Path, strict: bool) -> tuple[list[tuple[str, str]], dict[str, list[str]]]:
