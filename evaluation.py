@@ -104,7 +104,8 @@ def write_logits(path: Path, predictions: Predictions) -> None:
 
 def read_logits(path: Path, task: Task, *, labeled: bool) -> Predictions:
     """What `write_logits` wrote; anything but a row of finite logits (and a label) for each id is an error."""
-    remedy = f"Predict again: multitask_classifier.py --predict_only --run {path.parent}"
+    rows = " --predict_train" if path.stem.endswith("-train") else ""
+    remedy = f"Predict again: multitask_classifier.py --predict_only{rows} --run {path.parent}"
     try:
         with np.load(path, allow_pickle=False) as file:
             ids, logits = list(map(str, file["ids"].tolist())), file["logits"].astype(np.float32)

@@ -251,7 +251,10 @@ def test_a_teacher_that_fits_is_accepted(classify: Classify, tmp_path: Path):
 
 
 TEACHERS = {
-    "no file": (lambda folder: None, "cannot be read as logits; No such file or directory. Predict again."),
+    "no file": (
+        lambda folder: None,
+        "cannot be read as logits; No such file or directory. Predict again: multitask_classifier.py --predict_only --predict_train --run",
+    ),
     "a text": (lambda folder: (folder / "sst-train.npz").write_text("text"), "it is not an .npz file with ids and"),
     "half a file": (
         lambda folder: cut(teacher(folder) / "sst-train.npz"),
@@ -268,12 +271,12 @@ TEACHERS = {
     ),
     "another task's": (
         lambda folder: teacher(folder, outputs=1),
-        "must hold 5 finite logits for each of its 8 ids, found an array of shape (8, 1). Predict again.",
+        "must hold 5 finite logits for each of its 8 ids, found an array of shape (8, 1). Predict again: ",
     ),
     "too few logits": (lambda folder: teacher(folder, logits=np.zeros((7, 5))), "found an array of shape (7, 5)."),
     "no numbers": (
         lambda folder: teacher(folder, logits=np.full((8, 5), np.nan)),
-        "must hold 5 finite logits for each of its 8 ids, found NaN or infinity. Predict again.",
+        "must hold 5 finite logits for each of its 8 ids, found NaN or infinity. Predict again: ",
     ),
     "text as logits": (lambda folder: teacher(folder, logits=np.full((8, 5), "x")), "it is not an .npz file with ids"),
     "an id twice": (
