@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import optimizer
-from bert import ATTENTIONS, BertModel, Dropout
+import training
+from bert import BertModel, Dropout
 from datasets import Split, epoch_generator, read_split, training_batches
 from evaluation import keep_vectors, predict, score, write_predictions
 from losses import cross_entropy
@@ -122,9 +123,7 @@ def get_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--option", choices=("pretrain", "finetune"), default="pretrain", help="pretrain: BERT is frozen")
     add("--fine-tune-mode", dest="option", type=fine_tune_mode, metavar="{" + ",".join(FINE_TUNE_MODES) + "}",
         default=argparse.SUPPRESS, help="the later handouts' name for --option")  # fmt: skip
-    add("--model", default="bert-base-uncased", help="minilm, a checkpoint's directory, or a hub id")
-    add("--keep_layers", type=number(int, 1, 1000), help="keep the first n layers of BERT; None: all")
-    add("--attention", choices=sorted(ATTENTIONS), default="fastest", help="how attention is computed")
+    training.add_arguments(parser)
     add("--tasks", nargs="+", choices=sorted(TASKS), default=["sst", "cfimdb"], help="which data sets, in this order")
     add("--data", type=Path, default=Path("data"), help="directory with the course's files; data/sample is at hand")
     add("--strict_data", action="store_true", help="a row that cannot be used is an error")
@@ -132,14 +131,11 @@ def get_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--predictions", type=Path, default=Path("predictions"), help="where the prediction files go")
     add("--runs", type=Path, default=Path("runs"), help="where the run's log and weights go")
     add("--name", help="name of the run; None: option and time")
-    add("--seed", type=number(int, 0, 2**31), default=11711, help="of weights, batches and dropout")
     add("--epochs", type=number(int, 1, 1000), default=10, help="passes over the training rows")
     add("--batch_size", type=number(int, 1, 4096), default=8, help="rows an update, SST: 64 fits a 12 GB GPU")
     add("--cfimdb_batch_size", type=number(int, 1, 4096), default=8, help="rows an update, CFIMDB")
     add("--eval_batch_size", type=number(int, 1, 4096), default=32, help="rows a forward pass, without gradients")
     add("--hidden_dropout_prob", type=number(float, 0, 0.99), default=0.3, help="dropout before the linear layer")
-    add("--use_gpu", action="store_true", help="train on CUDA")
-    add("--precision", choices=sorted(Precision.DTYPES), default="fp32", help="fp16 and bf16 are meant for CUDA")
     optimizer.add_arguments(parser)
     args = parser.parse_args(argv)
     if args.lr is None:

@@ -225,7 +225,7 @@ def nli_lines(path: Path) -> Iterator[NliLine]:
         texts = (found[name].strip().encode("utf-8", "replace").decode() for name in ("sentence1", "sentence2"))
         row = NliLine(number, *texts, found["gold_label"], [vote for vote in found["annotator_labels"] if vote])
         for label in (*row.votes, row.gold):
-            if label not in NLI_SIMILARITIES and (label, row.gold) != (NO_GOLD_LABEL, NO_GOLD_LABEL):
+            if label not in tuple(NLI_SIMILARITIES) and (label, row.gold) != (NO_GOLD_LABEL, NO_GOLD_LABEL):
                 known = ", ".join(NLI_SIMILARITIES)
                 raise InputError(f"{place}: a label must be one of {known}, found {label!r}. Mend it.")
         yield row

@@ -26,7 +26,8 @@ import pcgrad
 import pos
 import sampling
 import smart
-from bert import ATTENTIONS, BertModel, Layer
+import training
+from bert import BertModel, Layer
 from datasets import (
     PAIRINGS,
     READERS,
@@ -374,11 +375,11 @@ def train_multitask(
             name: {split: keep_vectors(model, rows, args.eval_batch_size, precision) for split, rows in of_task.items()}
             for name, of_task in splits.items()
         }
-    training = {name: splits[name]["train"] for name in args.train_tasks}
-    sampler = sampling.build_sampler(args, {n: -(-len(rows) // args.batch_size) for n, rows in training.items()})
+    training_rows = {name: splits[name]["train"] for name in args.train_tasks}
+    sampler = sampling.build_sampler(args, {n: -(-len(rows) // args.batch_size) for n, rows in training_rows.items()})
 
     def steps(epoch: int) -> Iterator[Step]:
-        sources = {n: endless_batches(rows, args.batch_size, args.seed, epoch) for n, rows in training.items()}
+        sources = {n: endless_batches(rows, args.batch_size, args.seed, epoch) for n, rows in training_rows.items()}
         draws = (tuple(next(sources[name]) for name in names) for names in sampler.steps(epoch))
         return grouped(draws, args.accumulate)
 
@@ -476,34 +477,20 @@ def build_parser() -> ArgumentParser:
     add("--option", choices=("pretrain", "finetune"), default="pretrain", help="pretrain: BERT is frozen")
     add("--fine-tune-mode", dest="option", type=fine_tune_mode, metavar="{" + ",".join(FINE_TUNE_MODES) + "}",
         default=argparse.SUPPRESS, help="the later handouts' name for --option")  # fmt: skip
-    add("--model", default="bert-base-uncased", help="minilm, a checkpoint's directory, a run, or a hub id")
-    add("--keep_layers", type=number(int, 1, 1000), help="keep the first n layers of BERT; None: all")
-    add("--attention", choices=sorted(ATTENTIONS), default="fastest", help="how attention is computed")
+    training.add_arguments(parser)
+    training.add_loop_arguments(parser)
     add("--tasks", nargs="+", choices=sorted(TASKS), default=["sst", "para", "sts"], help="which tasks")
     add("--train_tasks", nargs="+", choices=sorted(TASKS), help="train on these only, score all; None: as --tasks")
-    add("--seed", type=number(int, 0, 2**31), default=11711, help="of weights, batches and dropout")
     add("--epochs", type=number(int, 1, 1000), default=10, help="how often the sampler is run through")
     add("--batch_size", type=number(int, 1, 4096), default=8, help="rows of a task in a step: 64 fits a 12 GB GPU")
-    add(
-        "--accumulate",
-        type=number(int, 1, 4096),
-        default=1,
-        help="draws of the sampler over whose gradients one update takes the mean",
-    )
     add("--eval_batch_size", type=number(int, 1, 4096), default=32, help="rows a forward pass, without gradients")
     add("--hidden_dropout_prob", type=number(float, 0, 0.99), default=0.3, help="dropout before every head")
-    add("--use_gpu", action="store_true", help="train on CUDA")
-    add("--precision", choices=sorted(Precision.DTYPES), default="fp32", help="a T4 has no bf16: fp16 there")
-    add("--compile", action="store_true", help="torch.compile the layers of BERT")
-    add("--checkpoint_activations", action="store_true", help="less memory: layers are computed again when going back")
     add(
         "--chunk_rows",
         type=number(int, 1, 10**6),
         help="less memory: so many sentences of a batch at a time, computed again when going back, while the loss sees "
         "all, as contrastive ones must; None: all at once",
     )
-    add("--patience", type=number(int, 0, 1000), default=0, help="stop after so many epochs without a better; 0: never")
-    add("--dry_run", action="store_true", help="two steps of everything, in a temporary directory; nothing is kept")
     _add_model_arguments(parser)
     _add_data_arguments(parser)
     for owner in (optimizer, sampling, losses, pcgrad, smart, adapters, pos):

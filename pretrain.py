@@ -30,8 +30,9 @@ from tqdm import tqdm
 
 import heads
 import optimizer
+import training
 from base_bert import copy_tensors, find_checkpoint, modern_name, read_weights
-from bert import ATTENTIONS, BertModel
+from bert import BertModel
 from datasets import (
     NO_GOLD_LABEL,
     Ragged,
@@ -749,19 +750,10 @@ def build_parser() -> ArgumentParser:
     )
     add = parser.add_argument
     add("--objective", default="mlm", metavar="NAME[:WEIGHT][+...]", help=f"of {', '.join(OBJECTIVES)}; they add up")
-    add("--model", default="bert-base-uncased", help="minilm, a checkpoint's directory, a run, or a hub id")
-    add("--keep_layers", type=number(int, 1, 1000), help="keep the first n layers of BERT; None: all")
-    add("--attention", choices=sorted(ATTENTIONS), default="fastest", help="how attention is computed")
-    add("--seed", type=number(int, 0, 2**31), default=11711, help="of weights, batches, masks and dropout")
+    training.add_arguments(parser)
+    training.add_loop_arguments(parser)
     add("--epochs", type=number(int, 1, 1000), default=3, help="passes over the largest objective's rows")
     add("--batch_size", type=number(int, 1, 4096), default=32, help="rows of an objective in a step")
-    add("--accumulate", type=number(int, 1, 4096), default=1, help="batches over whose gradients an update averages")
-    add("--use_gpu", action="store_true", help="train on CUDA")
-    add("--precision", choices=sorted(Precision.DTYPES), default="fp32", help="a T4 has no bf16: fp16 there")
-    add("--compile", action="store_true", help="torch.compile the layers of BERT")
-    add("--checkpoint_activations", action="store_true", help="less memory: layers are computed again when going back")
-    add("--patience", type=number(int, 0, 1000), default=0, help="stop after so many epochs without a better; 0: never")
-    add("--dry_run", action="store_true", help="two steps of everything, in a temporary directory; nothing is kept")
     _add_objective_arguments(parser)
     _add_data_arguments(parser)
     optimizer.add_arguments(parser)

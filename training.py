@@ -1,5 +1,6 @@
 """The one training loop: step, epoch, evaluation, checkpoints, resume. It knows no task and no flag."""
 
+import argparse
 import itertools
 import json
 import math
@@ -18,12 +19,22 @@ from torch.optim.lr_scheduler import LRScheduler
 from tqdm import tqdm
 
 from base_bert import load_usual_state, usual_state
+from bert import ATTENTIONS
 from losses import Equal
 from optimizer import NoAverage
 from pcgrad import GradientCombiner
 from smart import Regularizer
 from tasks import TASKS, Batch, Output
-from utils import InputError, Precision, Run, atomic_path, random_states, restore_random_states, write_text
+from utils import (
+    InputError,
+    Precision,
+    Run,
+    atomic_path,
+    number,
+    random_states,
+    restore_random_states,
+    write_text,
+)
 
 Step = Sequence[Sequence[Batch]]  # one update: one or more draws, each with a batch of one or more tasks
 CHECK_EVERY = 20  # steps between looks at the losses: each look waits for the GPU
@@ -256,3 +267,28 @@ def load_progress(trainer: Trainer, run: Run) -> Progress:
     except (RuntimeError, KeyError, ValueError, TypeError, EOFError, pickle.UnpicklingError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
         raise InputError(f"--resume: {path} cannot be used ({reason}). Start anew with another --name.") from error
+
+
+# --- flags ------------------------------------------------------------------------------------------------------------
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What every script that trains has: the encoder, the seed, the machine."""
+    add = parser.add_argument
+    add("--model", default="bert-base-uncased", help="minilm, a checkpoint's directory, a run, or a hub id")
+    add("--keep_layers", type=number(int, 1, 1000), help="keep the first n layers of BERT; None: all")
+    add("--attention", choices=sorted(ATTENTIONS), default="fastest", help="how attention is computed")
+    add("--seed", type=number(int, 0, 2**31), default=11711, help="of weights, batches and dropout")
+    add("--use_gpu", action="store_true", help="train on CUDA")
+    add("--precision", choices=sorted(Precision.DTYPES), default="fp32", help="a T4 has no bf16: fp16 there")
+
+
+def add_loop_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the scripts with long runs have besides."""
+    add = parser.add_argument
+    add("--accumulate", type=number(int, 1, 4096), default=1,
+        help="draws of the sampler, or batches, over whose gradients one update takes the mean")  # fmt: skip
+    add("--compile", action="store_true", help="torch.compile the layers of BERT")
+    add("--checkpoint_activations", action="store_true", help="less memory: layers are computed again when going back")
+    add("--patience", type=number(int, 0, 1000), default=0, help="stop after so many epochs without a better; 0: never")
+    add("--dry_run", action="store_true", help="two steps of everything, in a temporary directory; nothing is kept")

@@ -4,14 +4,16 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 import pytest
 import torch
 
 import pos
+import utils
 from bert import BertModel
 from config import BertConfig
 from tokenizer import BertTokenizer
@@ -128,6 +130,21 @@ class Finished(NamedTuple):
     status: int
     out: str
     err: str
+
+
+@pytest.fixture
+def run_main(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Finished]:
+    """run_main(script's module, flags ...): the script within this process, which saves the imports."""
+
+    def run(script: ModuleType, *flags: object) -> Finished:
+        monkeypatch.setattr(sys, "argv", [f"{script.__name__}.py", *map(str, flags)])
+        try:
+            utils.run_script(script.main)
+        except SystemExit as stop:
+            return Finished(stop.code, *capsys.readouterr())
+        return Finished(0, *capsys.readouterr())
+
+    return run
 
 
 def the_error(finished: Finished) -> str:

@@ -4,7 +4,6 @@ input passes, and what was left out is counted and named."""
 import json
 import re
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -46,16 +45,14 @@ def flags(task_files: Path, tiny_checkpoint: Path, tmp_path: Path) -> list[str]:
 
 
 @pytest.fixture
-def classify(flags: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Classify:
+def classify(
+    flags: list[str],
+    run_main: Callable[..., Finished],
+) -> Classify:
     """Runs classifier.py within this process; flags given here come last, so they win."""
 
     def run(*more: object) -> Finished:
-        monkeypatch.setattr(sys, "argv", ["classifier.py", *flags, *map(str, more)])
-        try:
-            utils.run_script(classifier.main)
-        except SystemExit as stop:
-            return Finished(stop.code, *capsys.readouterr())
-        return Finished(0, *capsys.readouterr())
+        return run_main(classifier, *flags, *more)
 
     return run
 

@@ -78,17 +78,15 @@ Combine = Callable[..., Finished]
 
 
 @pytest.fixture
-def combine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Combine:
+def combine(
+    tmp_path: Path,
+    run_main: Callable[..., Finished],
+) -> Combine:
     """Runs ensemble.py within this process."""
 
     def run(*given: object) -> Finished:
         usual = ["--runs", tmp_path / "runs", "--name", "ens", "--predictions", tmp_path / "predictions"]
-        monkeypatch.setattr(sys, "argv", ["ensemble.py", *map(str, [*usual, *given])])
-        try:
-            utils.run_script(ensemble.main)
-        except SystemExit as stop:
-            return Finished(stop.code, *capsys.readouterr())
-        return Finished(0, *capsys.readouterr())
+        return run_main(ensemble, *usual, *given)
 
     return run
 

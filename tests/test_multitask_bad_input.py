@@ -14,7 +14,6 @@ from conftest import Finished, assert_refused, run_script, the_error, write_task
 from safetensors.torch import load_file, save_file
 
 import multitask_classifier
-import utils
 
 A_REMEDY = re.compile(r"[.?)] [A-Z]\w+ ")  # a further sentence after what was found
 FILES = {"sst": "ids-sst", "para": "quora", "sts": "sts"}
@@ -37,19 +36,13 @@ def classify(
     tiny_checkpoint: Path,
     task_files: Path,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture,
+    run_main: Callable[..., Finished],
 ) -> Classify:
     """Runs multitask_classifier.py within this process; flags given here come last, so they win."""
 
     def run(*more: object, usual: bool = True) -> Finished:
         flags = usual_flags(tmp_path, tiny_checkpoint) if usual else []
-        monkeypatch.setattr(sys, "argv", ["multitask_classifier.py", *flags, *map(str, more)])
-        try:
-            utils.run_script(multitask_classifier.main)
-        except SystemExit as stop:
-            return Finished(stop.code, *capsys.readouterr())
-        return Finished(0, *capsys.readouterr())
+        return run_main(multitask_classifier, *flags, *more)
 
     return run
 
@@ -253,7 +246,7 @@ def test_a_teacher_that_fits_is_accepted(classify: Classify, tmp_path: Path):
 TEACHERS = {
     "no file": (
         lambda folder: None,
-        "cannot be read as logits; No such file or directory. Predict again: multitask_classifier.py --predict_only --predict_train --run",
+        "No such file or directory. Predict again: multitask_classifier.py --predict_only --predict_train --run",
     ),
     "a text": (lambda folder: (folder / "sst-train.npz").write_text("text"), "it is not an .npz file with ids and"),
     "half a file": (

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 import multitask_classifier
 import pos
-import utils
 from bert import BertModel
 from datasets import PAIRINGS, SINGLE, Examples, Ragged, Split, read_examples
 from evaluation import keep_vectors, predict
@@ -627,7 +626,9 @@ Classify = Callable[..., Finished]
 
 @pytest.fixture
 def classify(
-    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    tiny_checkpoint: Path,
+    tmp_path: Path,
+    run_main: Callable[..., Finished],
 ) -> Classify:
     """Runs multitask_classifier.py within this process, with --feature pos."""
     write_task_files(tmp_path / "data")
@@ -636,12 +637,7 @@ def classify(
         given = {"--model": tiny_checkpoint, "--data": tmp_path / "data", "--runs": tmp_path / "runs", "--name": "r"}
         given |= {"--predictions": tmp_path / "predictions", "--epochs": 1, "--feature": "pos"}
         flags = [str(part) for pair in given.items() for part in pair]
-        monkeypatch.setattr(sys, "argv", ["multitask_classifier.py", *flags, *map(str, more)])
-        try:
-            utils.run_script(multitask_classifier.main)
-        except SystemExit as stop:
-            return Finished(stop.code, *capsys.readouterr())
-        return Finished(0, *capsys.readouterr())
+        return run_main(multitask_classifier, *flags, *more)
 
     return run
 

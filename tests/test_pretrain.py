@@ -4,7 +4,6 @@ import itertools
 import json
 import math
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from torch import Generator, Tensor
 
 import pretrain
-import utils
 from base_bert import usual_state
 from bert import BertModel
 from config import BertConfig
@@ -542,19 +540,18 @@ Run = Callable[..., Finished]
 
 
 @pytest.fixture
-def run(tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Run:
+def run(
+    tiny_checkpoint: Path,
+    tmp_path: Path,
+    run_main: Callable[..., Finished],
+) -> Run:
     """Runs pretrain.py within this process; flags given here come last, so they win."""
     write_task_files(tmp_path / "data")
 
     def run(*more: object) -> Finished:
         given = {"--model": tiny_checkpoint, "--data": tmp_path / "data", "--runs": tmp_path / "runs", "--name": "r"}
         flags = [str(part) for pair in given.items() for part in pair]
-        monkeypatch.setattr(sys, "argv", ["pretrain.py", *flags, "--epochs", "1", *map(str, more)])
-        try:
-            utils.run_script(pretrain.main)
-        except SystemExit as stop:
-            return Finished(stop.code, *capsys.readouterr())
-        return Finished(0, *capsys.readouterr())
+        return run_main(pretrain, *flags, "--epochs", "1", *more)
 
     return run
 

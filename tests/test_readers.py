@@ -16,7 +16,6 @@ from conftest import ROOT, Finished, assert_refused, nli_line, the_error, write_
 
 import datasets
 import multitask_classifier
-import utils
 from datasets import PAIRINGS, READERS, Examples, Ragged, load_multitask_data, read_examples, read_split, source_of
 from tasks import PARA, SST, STS, TASKS
 from tokenizer import BertTokenizer
@@ -338,7 +337,10 @@ def test_a_reader_is_taken_off_its_path(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.fixture
 def classify(
-    tiny_checkpoint: Path, task_files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+    tiny_checkpoint: Path,
+    task_files: Path,
+    tmp_path: Path,
+    run_main: Callable[..., Finished],
 ) -> Callable[..., Finished]:
     """Runs multitask_classifier.py within this process, on small files; more flags come last."""
     write_more_data(task_files)
@@ -347,12 +349,7 @@ def classify(
 
     def run(*more: object) -> Finished:
         flags = [str(part) for pair in given.items() for part in pair]
-        monkeypatch.setattr(sys, "argv", ["multitask_classifier.py", *flags, *map(str, more)])
-        try:
-            utils.run_script(multitask_classifier.main)
-        except SystemExit as stop:
-            return Finished(stop.code, *capsys.readouterr())
-        return Finished(0, *capsys.readouterr())
+        return run_main(multitask_classifier, *flags, *more)
 
     return run
 

@@ -23,7 +23,6 @@ from optuna.trial import FrozenTrial, TrialState
 
 import multitask_classifier
 import sweep
-import utils
 from sweep import PRUNERS, SEARCHES, get_args, read_flags, read_space
 from utils import InputError
 
@@ -58,20 +57,14 @@ def run_sweep(
     tiny_checkpoint: Path,
     task_files: Path,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    run_main: Callable[..., Finished],
 ) -> Sweep:
     """Runs sweep.py within this process; --study is <name>.db."""
 
     def run(*given: object, name: str = "s") -> Finished:
         flags = ["--study", tmp_path / f"{name}.db", "--model", tiny_checkpoint, "--data", task_files]
         flags += ["--runs", tmp_path / "runs", "--predictions", tmp_path / "predictions", *given]
-        monkeypatch.setattr(sys, "argv", ["sweep.py", *map(str, flags)])
-        try:
-            utils.run_script(sweep.main)
-        except SystemExit as stop:
-            return Finished(stop.code, *capsys.readouterr())
-        return Finished(0, *capsys.readouterr())
+        return run_main(sweep, *flags)
 
     return run
 
