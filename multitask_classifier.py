@@ -87,6 +87,7 @@ class MultitaskBERT(nn.Module):
         self.bert.use_attention(flags.attention)
         self.bert.checkpoint_activations = flags.checkpoint_activations
         self.chunk_rows = flags.chunk_rows
+        self.max_length = min(flags.max_length, self.bert.config.max_position_embeddings)
         self.frozen = flags.option == "pretrain"
         self.bert.requires_grad_(not (self.frozen or flags.adapter_only))
         self.pairings = {name: pairing_of(TASKS[name], flags, "train") for name in flags.tasks}
@@ -209,7 +210,7 @@ class MultitaskBERT(nn.Module):
         if len(sentences) == 1:
             return Batch(task, [], sentences, None)
         pairing = (self.pairings if self.training else self.dev_pairings)[task]
-        joined = pairing.join(*sentences, self.bert.config.max_position_embeddings)
+        joined = pairing.join(*sentences, self.max_length)
         return Batch(task, [], joined, None, views=pairing.views)
 
 

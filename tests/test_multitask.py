@@ -352,6 +352,17 @@ def test_the_starters_calls_on_apart_padded_tensors_give_the_pipelines_logits(
     torch.testing.assert_close(found, torch.tensor(wanted), rtol=0, atol=1e-5)
 
 
+def test_the_starters_calls_cut_joined_pairs_where_the_pipeline_does(build: Build, tokenizer: BertTokenizer):
+    model = build(pairing="cross", max_length=12)
+    texts = random_texts(6, 3), random_texts(6, 4)
+    a, b = (tokenizer(column) for column in texts)
+    short = BertTokenizer(tokenizer.vocabulary, max_length=12)
+    split = split_of(PARA, short, "cross", *texts)
+    assert split.truncated
+    found = model.predict_paraphrase(a["input_ids"], a["attention_mask"], b["input_ids"], b["attention_mask"])
+    torch.testing.assert_close(found.detach(), torch.tensor(predict(model, split, 4, FP32).logits), rtol=0, atol=1e-5)
+
+
 # --- encodings --------------------------------------------------------------------------------------------------------
 
 
