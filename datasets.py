@@ -613,6 +613,14 @@ def endless_batches(split: Split, batch_size: int, seed: int, epoch: int) -> Ite
 SKIPPED_SHOWN = 5  # rows named one by one; SNLI has hundreds without a gold label
 
 
+def report_skipped(examples: Examples, names: str) -> None:
+    total = len(examples) + len(examples.skipped)
+    for row in examples.skipped[:SKIPPED_SHOWN]:
+        warn(f"{row}. Skipped ({len(examples.skipped)} of {total} rows skipped; --strict_data stops instead).")
+    if (more := len(examples.skipped) - SKIPPED_SHOWN) > 0:
+        warn(f"{names}: {more} further rows skipped; --strict_data stops at the first.")
+
+
 def read_split(
     task: Task,
     paths: list[Path],
@@ -627,13 +635,7 @@ def read_split(
     """Reads and tokenizes, and says what was left out."""
     examples = read_examples(task, paths, labeled=labeled, strict=strict, repeated_ids=repeated_ids)
     names = ", ".join(map(str, paths))
-    total = len(examples) + len(examples.skipped)
-    for row in examples.skipped[:SKIPPED_SHOWN]:
-        warn(f"{row}. Skipped ({len(examples.skipped)} of {total} rows skipped; --strict_data stops instead).")
-    if len(examples.skipped) > SKIPPED_SHOWN:
-        warn(
-            f"{names}: {len(examples.skipped) - SKIPPED_SHOWN} further rows skipped; --strict_data stops at the first."
-        )
+    report_skipped(examples, names)
     if labeled and len(set(examples.labels)) < 2:
         raise InputError(
             f"{names}: needs rows with at least two different labels, found {len(examples)} "

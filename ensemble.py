@@ -46,6 +46,7 @@ from utils import (
     write_text,
 )
 
+PLAIN_DEV = "dev"  # what an ensemble is scored on where dev decided nothing
 ROUNDS = 25  # of the greedy search for weights, which are therefore multiples of 1/25 or coarser
 
 # --- runs -------------------------------------------------------------------------------------------------------------
@@ -85,12 +86,22 @@ def read_members(args: argparse.Namespace) -> list[Member]:
     absent = [name for name in args.tasks or () if not having(members, name)]
     if absent:
         raise InputError(f"--tasks {absent[0]}: must be a task of one of the runs, found it in none. Leave it out.")
+    for member in members:
+        if scored_on := chosen_on_dev(member.folder):
+            warn(f"{member.folder}: fitted or chosen on dev ({scored_on}); expect less on test of what contains it.")
     idle = [member.folder for member in members if not member.splits]
     if idle:
         raise InputError(f"{idle[0]}: must have one of --tasks {' '.join(args.tasks)}, found none. Leave it out.")
     for name in tasks_of(members):
         check_same_data(name, having(members, name))
     return members
+
+
+def chosen_on_dev(folder: Path) -> str:
+    """Of an ensemble whose weights dev decided: on which rows it was scored; empty for any other run."""
+    path = folder / "ensemble.json"
+    scored_on = json.loads(path.read_text(encoding="utf-8"))["scored_on"] if path.is_file() else PLAIN_DEV
+    return "" if scored_on == PLAIN_DEV else scored_on
 
 
 def having(members: list[Member], task: str) -> list[Member]:
@@ -286,7 +297,7 @@ def vote(args: argparse.Namespace, members: list[Member]) -> Combined:
 def best(args: argparse.Namespace, members: list[Member]) -> Combined:
     """Each task by the run with the highest dev score, or by the only one that has it."""
     is_choice = any(len(having(members, name)) > 1 for name in tasks_of(members))
-    scored_on = "dev (chosen on dev: expect less on test)" if is_choice else "dev"
+    scored_on = "dev (chosen on dev: expect less on test)" if is_choice else PLAIN_DEV
     return of_logits(args, members, best_alone, mean_of_logits, scored_on=scored_on)
 
 
@@ -320,7 +331,7 @@ def of_logits(
     weigh: Weigh,
     pool: Pool,
     part: Part = all_rows,
-    scored_on: str = "dev",
+    scored_on: str = PLAIN_DEV,
 ) -> Combined:
     """Weighs the runs task by task on dev and pools what they say of every split."""
     combined = Combined({}, {}, {}, scored_on, flags_of_ensemble(args, members))
@@ -359,7 +370,9 @@ def soup(args: argparse.Namespace, members: list[Member]) -> Combined:
     flags = flags_of_soup(args, members)
     precision = Precision(flags.precision, choose_device(args.use_gpu))
     tokenizer = BertTokenizer.from_pretrained(flags.model, max_length=flags.max_length)
-    left_out = tuple(f"{part}.{name}." for part in ("heads", "poolers") for name in TASKS if name not in flags.tasks)
+    left_out = tuple(
+        f"{part}.{name}." for part in ("heads", "poolers", "adapter.tasks") for name in TASKS if name not in flags.tasks
+    )
     tensors = mean_tensors([member.folder / "model.safetensors" for member in members], ("weighting.", *left_out))
     model = MultitaskBERT(flags).to(precision.device)
     load_usual_state(model, tensors, members[0].folder)
@@ -368,7 +381,7 @@ def soup(args: argparse.Namespace, members: list[Member]) -> Combined:
         save_best(model, run)
         tokenizer.save_pretrained(run.folder)
 
-    combined = Combined({}, {}, {}, "dev", flags, save)
+    combined = Combined({}, {}, {}, PLAIN_DEV, flags, save)
     for name, splits in load_splits(flags, tokenizer, ("dev", "test")).items():
         those = having(members, name)
         for split, rows in splits.items():

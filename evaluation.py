@@ -106,6 +106,8 @@ def read_logits(path: Path, task: Task, *, labeled: bool) -> Predictions:
     """What `write_logits` wrote; anything but a row of finite logits (and a label) for each id is an error."""
     rows = " --predict_train" if path.stem.endswith("-train") else ""
     remedy = f"Predict again: multitask_classifier.py --predict_only{rows} --run {path.parent}"
+    if (path.parent / "ensemble.json").is_file():
+        remedy = f"Predict with its runs{' and --predict_train' * bool(rows)}, then combine them again."
     try:
         with np.load(path, allow_pickle=False) as file:
             ids, logits = list(map(str, file["ids"].tolist())), file["logits"].astype(np.float32)

@@ -190,9 +190,8 @@ class Loss:
     settings: tuple[str, ...] = ()  # flags that it takes as keyword arguments of the same name
     on_vectors: bool = False  # it compares the vectors of sentences, so that pairs have to be encoded apart
     trains_head: bool = True  # else the head learns nothing from it
-
-    def __call__(self, output: Output, batch: Batch) -> Tensor:
-        return self.function(output, batch)
+    compares_rows: bool = False  # it is 0 for a batch of one
+    needs_dropout: bool = False  # in the encoder, which a frozen one has not
 
 
 PAIRS = ("probability", "number")  # the kinds of tasks on two sentences
@@ -203,16 +202,27 @@ LOSSES: dict[str, Loss] = {
     "mse": Loss(squared_error, ("number",)),
     "distill": Loss(distill, ("category", "probability", "number"), ("distill_temperature",)),
     "cosine_embedding": Loss(cosine_embedding, PAIRS, ("cosine_margin",), on_vectors=True, trains_head=False),
-    "cosent": Loss(cosent, PAIRS, ("cosent_scale",), on_vectors=True, trains_head=False),
+    "cosent": Loss(cosent, PAIRS, ("cosent_scale",), on_vectors=True, trains_head=False, compares_rows=True),
     "mnrl": Loss(
         multiple_negatives,
         PAIRS,
         ("mnrl_scale", "mnrl_symmetric", "mnrl_threshold"),
         on_vectors=True,
         trains_head=False,
+        compares_rows=True,
     ),
-    "mnrl_head": Loss(multiple_negatives_by_head, PAIRS, ("mnrl_symmetric", "mnrl_threshold"), on_vectors=True),
-    "simcse": Loss(simcse, ("category", *PAIRS), ("simcse_temperature",), on_vectors=True, trains_head=False),
+    "mnrl_head": Loss(
+        multiple_negatives_by_head, PAIRS, ("mnrl_symmetric", "mnrl_threshold"), on_vectors=True, compares_rows=True
+    ),
+    "simcse": Loss(
+        simcse,
+        ("category", *PAIRS),
+        ("simcse_temperature",),
+        on_vectors=True,
+        trains_head=False,
+        compares_rows=True,
+        needs_dropout=True,
+    ),
 }
 DEFAULT_LOSSES = {"category": "ce", "probability": "bce", "number": "mse"}  # by Task.kind
 
@@ -220,6 +230,9 @@ DEFAULT_LOSSES = {"category": "ce", "probability": "bce", "number": "mse"}  # by
 def build_objective(spec: str | None, task: Task, args: argparse.Namespace) -> Objective:
     """spec: a loss, or several with weights: `mse`, `bce+mnrl:0.2`. None: the usual one for the task's kind."""
     flag = f"--{task.name}_loss"
+    names = names_in(spec or DEFAULT_LOSSES[task.kind])
+    if twice := [name for i, name in enumerate(names) if name in names[:i]]:
+        raise InputError(f"{flag} {spec}: every loss may stand once, found {twice[0]} twice. Leave one out.")
     terms = [_term(text, f"{flag} {spec}", task) for text in (spec or DEFAULT_LOSSES[task.kind]).split("+")]
     weighted = [(w, partial(loss.function, **{s: getattr(args, s) for s in loss.settings})) for loss, w in terms]
 

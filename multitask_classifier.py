@@ -454,11 +454,11 @@ def predict_training_rows(
     args: argparse.Namespace, model: MultitaskBERT, tokenizer: BertTokenizer, run: Run, precision: Precision
 ) -> None:
     """Writes the logits for ALL rows of the training files, whatever share of them was trained on: a teacher's."""
+    tagger = pos.build_tagger(args)
     for task in map(TASKS.get, args.train_tasks):
+        pairing = pairing_of(task, args, "dev")  # both ways where pairs are scored so
         paths = data_paths(task, args, "train")
-        rows = read_split(
-            task, paths, tokenizer, pairing_of(task, args, "dev"), labeled=True, strict=args.strict_data
-        )  # in the way of dev: both ways where pairs are scored so
+        rows = read_split(task, paths, tokenizer, pairing, labeled=True, strict=args.strict_data, tagger=tagger)
         found = predict(model, rows, args.eval_batch_size, precision)
         path = run.folder / f"{task.name}-train.npz"
         write_logits(path, found)
@@ -679,6 +679,10 @@ def validate_loss(task: Task, args: argparse.Namespace) -> None:
     spec, head = loss_of(args, task.name), chosen(args, task.name, "head")
     terms = {name: losses.LOSSES[name] for name in losses.names_in(spec)}
     pair = len(task.text_columns) == 2
+    for name in (name for name, loss in terms.items() if loss.compares_rows and args.batch_size == 1):
+        raise InputError(
+            f"--{task.name}_loss {spec}: {name} compares the rows of a batch, found --batch_size 1. Use 8 or more."
+        )
     for name in (name for name, loss in terms.items() if loss.on_vectors):
         if pair and len(pairing_of(task, args, "train").views[0]) == 1:
             raise InputError(
@@ -767,8 +771,10 @@ def validate_frozen(args: argparse.Namespace) -> None:
                 f"--{task.name}_head {head} has no weights of its own, and --option pretrain, the handout's default, "
                 f"freezes the encoder: nothing would learn. Use --option finetune, or --{task.name}_head linear."
             )
+        below = heads.POOLERS[pooling].own_parameters or pos.FEATURES[args.feature].own_parameters
         for name in losses.names_in(loss_of(args, task.name)):
-            if not (losses.LOSSES[name].trains_head or heads.POOLERS[pooling].own_parameters):
+            loss = losses.LOSSES[name]
+            if loss.needs_dropout or not (loss.trains_head or below):
                 raise InputError(
                     f"--{task.name}_loss {loss_of(args, task.name)}: {name} trains the encoder, but --option pretrain, "
                     f"the handout's default, freezes it. Use --option finetune, or leave {name} out."
@@ -795,9 +801,11 @@ def flags_of_run(argv: list[str] | None, folder: Path) -> argparse.Namespace:
     weights = folder / "model.safetensors"
     if not weights.is_file():  # an ensemble of logits has none
         raise InputError(f"{weights}: not a whole weights file (none is there). Give a trained run, or a soup.")
+    if "sts_dev_out" not in flags:
+        raise InputError(f"{folder}: must be a run of multitask_classifier.py, or a soup. Choose another.")
+    default = fill_in(build_parser().parse_args(["--data", flags.data, "--predictions", flags.predictions]))
     for task in TASKS.values():
         for key in (f"{task.name}_{kind}" for kind in ("train", "dev", "test", "dev_out", "test_out")):
-            default = fill_in(build_parser().parse_args(["--data", flags.data, "--predictions", flags.predictions]))
             if getattr(flags, key) == getattr(default, key):
                 setattr(flags, key, None)  # follows from --data and --predictions, which may be given anew
     flags.data, flags.predictions = Path(flags.data), Path(flags.predictions)

@@ -41,6 +41,7 @@ from datasets import (
     join_pair,
     nli_lines,
     read_examples,
+    report_skipped,
     text_lines,
 )
 from losses import full
@@ -93,8 +94,7 @@ def task_documents(task: Task, path: Path, strict: bool) -> Documents:
     neither follows the other.
     """
     examples = read_examples(task, [path], labeled=False, strict=strict, repeated_ids=True)
-    for row in examples.skipped:
-        warn(f"{row}. Skipped ({len(examples.skipped)} rows skipped; --strict_data stops instead).")
+    report_skipped(examples, str(path))
     if len(task.text_columns) == 1:
         found = map(split_sentences, examples.texts[0])
     else:
@@ -176,6 +176,7 @@ def read_nli(paths: list[Path]) -> tuple[list[tuple[str, str]], dict[str, list[s
 def read_paraphrases(path: Path, strict: bool) -> tuple[list[tuple[str, str]], dict[str, list[str]]]:
     """Pairs labeled paraphrases, and what is labeled no paraphrase of a text."""
     examples = read_examples(PARA, [path], labeled=True, strict=strict, repeated_ids=True)
+    report_skipped(examples, str(path))
     positives, negatives = [], {}
     for first, second, label in zip(*examples.texts, examples.labels, strict=True):
         if label:
@@ -454,8 +455,8 @@ class PretrainingBERT(nn.Module):
         itself under another dropout mask, the cross entropy of these logits is equation 4; with labeled positives and
         hard negatives, equation 5. -> (B, B + negatives)
         Deviations: mean pooling is the default (`--pooling pooler` is the paper's [CLS] with an MLP, cls its variant
-        without); a text that equals text i or its positive, or is a positive of an equal text, is no negative of i
-        (TRAPS 28); rows without a hard negative are kept.
+        without); a text that equals text i or its positive, or is a positive of a text that equals either, is no
+        negative of i (TRAPS 28); rows without a hard negative are kept.
         """
         given = stack(batch.sentences)
         vectors = self.poolers["simcse"](hidden, given.attention_mask)  # (R, H)
@@ -475,7 +476,7 @@ def _no_negatives(texts: Tensor, B: int) -> Tensor:
     """
     first, others = texts[:B], texts[B:]
     found = (first[:, None] == others).all(dim=-1) | (others[:B, None] == others).all(dim=-1)  # (B, 1, T) == (R - B, T)
-    found[:, :B] |= (first[:, None] == first).all(dim=-1)
+    found[:, :B] |= (first[:, None] == first).all(dim=-1) | (others[:B, None] == first).all(dim=-1)
     return found.fill_diagonal_(False)
 
 

@@ -14,6 +14,7 @@ import io
 import itertools
 import json
 import math
+import re
 import sqlite3
 import statistics
 import sys
@@ -34,6 +35,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 import multitask_classifier
 from datasets import read_examples
+from evaluation import read_logits
 from multitask_classifier import data_files, data_paths, train_multitask
 from tasks import TASKS
 from tokenizer import BertTokenizer
@@ -57,8 +59,9 @@ Space = dict[str, BaseDistribution]
 
 # What belongs to the sweep or to the user's machine, and what scores of trials could not be compared over.
 NEVER_SEARCHED = {"tasks", "train_tasks", "data", "predictions", "runs", "name", "resume", "predict_only", "run"}
-NEVER_SEARCHED |= {"dry_run", "use_gpu", "strict_data", "repeated_ids"}
+NEVER_SEARCHED |= {"dry_run", "use_gpu", "strict_data", "repeated_ids", "teacher"}
 NEVER_SEARCHED |= {f"{task}_{split}" for task in TASKS for split in ("train", "dev", "test", "dev_out", "test_out")}
+RANGE = re.compile(r"[^,/\\]*\.\.[^,/\\]*")  # and not a path such as ../checkpoint
 SWITCH = ("on", "off")  # the values of a flag that takes none
 ACTIONS = multitask_classifier.build_parser()._option_string_actions  # all its flags, with what argparse knows of them
 
@@ -104,7 +107,7 @@ def read_space(terms: list[str]) -> Space:
             raise InputError(f"--search must be KEY=A,B,C or KEY=LOW..HIGH[:log], found {term!r}.")
         if action_of(key).dest in {action_of(other).dest for other in space}:
             raise InputError(f"--search {term}: --{key} is searched twice. Put all its values into one list.")
-        space[key] = _range(key, values) if ".." in values else _list(key, values.split(","))
+        space[key] = _range(key, values) if RANGE.fullmatch(values) else _list(key, values.split(","))
     return space
 
 
@@ -620,6 +623,8 @@ def check_inputs(args: argparse.Namespace) -> None:
             TASKS[name], data_paths(TASKS[name], args.flags, split), labeled=split != "test",
             strict=args.flags.strict_data, repeated_ids=args.flags.repeated_ids and split == "train",
         )  # fmt: skip
+    for name, path in multitask_classifier.teacher_files(args.flags).items():
+        read_logits(path, TASKS[name], labeled=False)
     writable_directory(args.flags.predictions, "--predictions")
     writable_directory(args.write_recipe.parent, "the folder of --write_recipe")
     if args.write_recipe.exists():

@@ -402,6 +402,8 @@ TRAINED = {
     "sts": ["--tasks", "sts", "--seed", 4, "--sts_head", "siamese_cosine"],
     "mlp": ["--tasks", "sst", "--sst_head", "mlp"],
     "shallow": ["--tasks", "sst", "--keep_layers", 1],
+    "pal": ["--adapter", "pal", "--pal_dim", 8],
+    "pal2": ["--adapter", "pal", "--pal_dim", 8, "--seed", 2],
 }
 
 
@@ -689,6 +691,20 @@ def test_a_soup_of_other_shapes_is_refused(
     save_file(weights, copies[1] / "model.safetensors")
     finished = combine(*copies, "--method", "soup")
     assert_refused(finished, tmp_path, f"{copies[1] / 'model.safetensors'}: ", expected, "Choose ")
+
+
+def test_a_soup_of_one_task_leaves_the_adapters_of_the_others_out(trained: Path, combine: Combine, tmp_path: Path):
+    succeeded(combine(trained / "pal", trained / "pal2", "--method", "soup", "--tasks", "sst"))
+    adapters = [name for name in weights_of(tmp_path / "runs" / "ens") if name.startswith("adapter.tasks.")]
+    assert adapters
+    assert all(name.startswith("adapter.tasks.sst.") for name in adapters)
+
+
+def test_an_ensemble_of_what_was_fitted_on_dev_says_so(runs: list[Path], combine: Combine, tmp_path: Path) -> None:
+    succeeded(combine(*runs, "--method", "weighted", "--name", "w"))
+    found = succeeded(combine(tmp_path / "runs" / "w", runs[0], "--method", "mean"))
+    assert f"note: {tmp_path / 'runs' / 'w'}: fitted or chosen on dev (the half of dev that no" in found.err
+    assert "fitted or chosen" not in combine(*runs, "--method", "mean", "--name", "plain").err
 
 
 def test_a_soup_without_weights_is_refused(

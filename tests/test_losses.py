@@ -94,20 +94,20 @@ def test_a_loss_is_the_mean_of_its_formula_over_the_examples_in_the_batch(name: 
     output, batch = example(OF_KIND[LOSSES[name].kinds[0]], B)
     pairs = zip(output.logits.detach().numpy(), batch.labels.tolist(), strict=True)
     expected = np.mean([by_hand(name, logits, label) for logits, label in pairs])
-    assert LOSSES[name](output, batch).item() == pytest.approx(expected, rel=1e-12)
+    assert LOSSES[name].function(output, batch).item() == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize(("name", "kind"), FITTING)
 def test_a_loss_is_a_scalar_with_gradients_that_does_not_mind_the_order_of_the_rows(name: str, kind: str) -> None:
     output, batch = example(OF_KIND[kind])
-    loss = LOSSES[name](output, batch)
+    loss = LOSSES[name].function(output, batch)
     assert loss.shape == ()
     assert loss.isfinite()
     loss.backward()
     grads = [t.grad for t in (output.logits, *output.vectors)]
     assert any(g is not None and g.any() for g in grads)
     assert all(g is None or g.isfinite().all() for g in grads)
-    turned = LOSSES[name](*rows(output, batch, [3, 6, 0, 1, 5, 2, 4]))
+    turned = LOSSES[name].function(*rows(output, batch, [3, 6, 0, 1, 5, 2, 4]))
     torch.testing.assert_close(turned, loss)
 
 
@@ -116,8 +116,8 @@ def test_a_loss_does_not_grow_with_the_batch(name: str, kind: str) -> None:
     """TRAPS 12 and 16: losses on one scale, or the largest decides every step. Per-example losses keep it exactly;
     those that compare rows grow by the logarithm of the candidates, or of the pairs, at the most."""
     output, batch = example(OF_KIND[kind])
-    once = LOSSES[name](output, batch)
-    twice = LOSSES[name](*rows(output, batch, [*range(7), *range(7)]))
+    once = LOSSES[name].function(output, batch)
+    twice = LOSSES[name].function(*rows(output, batch, [*range(7), *range(7)]))
     grows = {"cosent": math.log(4), "mnrl": math.log(2), "mnrl_head": math.log(2), "simcse": math.log(2)}
     assert once - 1e-12 <= twice <= once + grows.get(name, 1e-12)
 
@@ -126,8 +126,8 @@ def test_a_loss_does_not_grow_with_the_batch(name: str, kind: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_loss_of_half_precision_logits_is_computed_in_float32(name: str, kind: str, dtype: torch.dtype) -> None:
     output, batch = example(OF_KIND[kind], dtype=dtype)
-    loss = LOSSES[name](output, batch)
-    exact = LOSSES[name](changed(output, Tensor.double), batch)
+    loss = LOSSES[name].function(output, batch)
+    exact = LOSSES[name].function(changed(output, Tensor.double), batch)
     assert loss.dtype == torch.float32
     assert loss.item() == pytest.approx(exact.item(), rel=1e-5, abs=1e-6)
 
@@ -137,7 +137,7 @@ def test_every_kind_of_task_has_a_default_that_fits_it() -> None:
     for task in TASKS.values():
         assert task.kind in LOSSES[DEFAULT_LOSSES[task.kind]].kinds
         output, batch = example(task)
-        default = LOSSES[DEFAULT_LOSSES[task.kind]](output, batch)
+        default = LOSSES[DEFAULT_LOSSES[task.kind]].function(output, batch)
         assert torch.equal(build_objective(None, task, flags())(output, batch), default)
 
 
@@ -166,7 +166,7 @@ def test_the_flag_sets_the_share_that_label_smoothing_spreads(eps: float) -> Non
 )
 def test_a_spec_is_a_weighted_sum(spec: str, weights: dict[str, float]) -> None:
     output, batch = example(SST)
-    expected = sum(weight * LOSSES[name](output, batch) for name, weight in weights.items())
+    expected = sum(weight * LOSSES[name].function(output, batch) for name, weight in weights.items())
     torch.testing.assert_close(build_objective(spec, SST, flags())(output, batch), expected)
 
 
@@ -181,7 +181,7 @@ def test_a_loss_on_vectors_with_settings_fits_into_the_same_dictionary(monkeypat
     output, batch = example(PARA)
     u, v = output.vectors
     ours = build_objective("bce+alignment:0.5", PARA, flags("--label_smoothing", "0.4"))(output, batch)
-    torch.testing.assert_close(ours, LOSSES["bce"](output, batch) + 0.5 * 0.4 * (u - v).pow(2).sum(1).mean())
+    torch.testing.assert_close(ours, LOSSES["bce"].function(output, batch) + 0.5 * 0.4 * (u - v).pow(2).sum(1).mean())
 
 
 @pytest.mark.parametrize(
@@ -241,13 +241,13 @@ def test_distillation_is_hintons_divergence_between_softened_distributions(task:
 def test_distillation_of_a_number_is_the_squared_error() -> None:
     output, batch = example(STS)
     expected = np.mean((output.logits.detach().numpy() - batch.teacher.numpy()) ** 2)
-    assert LOSSES["distill"](output, batch).item() == pytest.approx(expected, rel=1e-12)
+    assert LOSSES["distill"].function(output, batch).item() == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("task", [SST, PARA, STS], ids=lambda task: task.name)
 def test_a_student_that_agrees_with_its_teacher_has_nothing_to_learn(task: Task) -> None:
     output, batch = example(task)
-    loss = LOSSES["distill"](output, dataclasses.replace(batch, teacher=output.logits.detach()))
+    loss = LOSSES["distill"].function(output, dataclasses.replace(batch, teacher=output.logits.detach()))
     loss.backward()
     assert loss.item() == pytest.approx(0, abs=1e-15)
     assert output.logits.grad.abs().max() < 1e-15
@@ -320,7 +320,7 @@ def test_without_anything_to_compare_a_contrastive_loss_is_exactly_zero_and_so_a
         batch = dataclasses.replace(batch, texts=(torch.zeros(4), torch.zeros(4)), labels=torch.ones(4))
     if (name, case) == ("simcse", "nothing positive"):
         return  # it needs no labels
-    loss = LOSSES[name](output, batch)
+    loss = LOSSES[name].function(output, batch)
     assert loss.item() == 0
     loss.backward()
     for vectors in output.vectors:
@@ -334,7 +334,7 @@ def test_of_one_positive_row_the_negative_rows_are_hard_negatives() -> None:
     u, v = arrays(output)
     scores = [20 * cosine(u[2], b) for b in v]
     expected = math.log(sum(math.exp(s - scores[2]) for s in scores))
-    assert LOSSES["mnrl"](output, batch).item() == pytest.approx(expected, rel=1e-10)
+    assert LOSSES["mnrl"].function(output, batch).item() == pytest.approx(expected, rel=1e-10)
 
 
 @pytest.mark.parametrize("name", ["cosent", "cosine_embedding", "mnrl", "simcse"])
@@ -342,14 +342,16 @@ def test_autocast_does_not_coarsen_the_cosines(name: str) -> None:
     """A matrix product under autocast has three digits, and mnrl multiplies it by 20."""
     output, batch = example(PARA, dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
-        loss = LOSSES[name](output, batch)
-    torch.testing.assert_close(loss, LOSSES[name](output, batch), rtol=1e-6, atol=1e-6)
+        loss = LOSSES[name].function(output, batch)
+    torch.testing.assert_close(loss, LOSSES[name].function(output, batch), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["cosent", "cosine_embedding", "mnrl", "simcse"])
 def test_cosines_do_not_mind_the_vectors_lengths(name: str) -> None:
     output, batch = example(STS)
-    torch.testing.assert_close(LOSSES[name](changed(output, lambda x: 50 * x), batch), LOSSES[name](output, batch))
+    torch.testing.assert_close(
+        LOSSES[name].function(changed(output, lambda x: 50 * x), batch), LOSSES[name].function(output, batch)
+    )
 
 
 @pytest.mark.parametrize("margin", [-0.2, 0.0, 0.3])
@@ -370,7 +372,7 @@ def test_cosine_embedding_of_a_grade_is_the_mean_over_both_targets() -> None:
         label / 5 * (1 - cosine(u, v)) + (1 - label / 5) * max(0, cosine(u, v))
         for u, v, label in zip(*arrays(output), batch.labels.tolist(), strict=True)
     ]
-    loss = LOSSES["cosine_embedding"](output, batch)
+    loss = LOSSES["cosine_embedding"].function(output, batch)
     assert loss.item() == pytest.approx(np.mean(expected), rel=1e-6)
     loss.backward()
     assert output.vectors[0].grad[batch.labels > 0].any(dim=1).all()

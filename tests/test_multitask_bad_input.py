@@ -64,6 +64,11 @@ IMPOSSIBLE = {
     "--averager ema --average_start 0.1": "--average_start only works with --averager swa, which is not set",
     "--label_smoothing 0.2": "--label_smoothing only works with a loss ce_smooth, which is not set",
     "--tasks para sts --sst_loss ce_smooth --label_smoothing 0.2": "--label_smoothing only works with a loss ce_smooth",
+    TUNED + "--para_loss bce+mnrl --batch_size 1": "--para_loss bce+mnrl: mnrl compares the rows of a batch, found",
+    TUNED
+    + "--sst_loss ce+simcse --batch_size 1": "simcse compares the rows of a batch, found --batch_size 1. Use 8 or",
+    "--pooling attention --sst_loss ce+simcse": "--sst_loss ce+simcse: simcse trains the encoder, but --option",
+    "--para_loss bce+bce": "--para_loss bce+bce: every loss may stand once, found bce twice. Leave one out.",
     "--mnrl_scale 10": "--mnrl_scale only works with a loss mnrl, which is not set. Set it, or leave --mnrl_scale out.",
     "--para_loss mnrl_head --mnrl_scale 10": "--mnrl_scale only works with a loss mnrl, which is not set",
     TUNED
@@ -293,6 +298,15 @@ def test_a_teacher_that_does_not_fit_is_refused(case: str, classify: Classify, t
     make(tmp_path)
     finished = classify("--tasks", "sst", "--sst_loss", "ce+distill", "--teacher", tmp_path)
     assert_refused(finished, tmp_path, tmp_path / "sst-train.npz", message)
+
+
+def test_a_run_of_another_script_is_refused(classify: Classify, tmp_path: Path):
+    folder = tmp_path / "pretrained"
+    folder.mkdir()
+    (folder / "args.json").write_text('{"args": {"objective": "mlm"}, "data_sha256": {}}')
+    (folder / "model.safetensors").write_bytes(b"")
+    finished = classify("--predict_only", "--run", folder, usual=False)
+    assert f"{folder}: must be a run of multitask_classifier.py, or a soup." in the_error(finished)
 
 
 def test_training_rows_are_not_predicted_for_a_run_with_repeated_ids(classify: Classify, tmp_path: Path):

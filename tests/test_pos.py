@@ -656,6 +656,8 @@ def test_a_run_trains_predicts_again_and_goes_on(classify: Classify, tmp_path: P
     assert classify("--predict_only", "--run", tmp_path / "runs" / "r").status == 0
     assert {path.name for path in tags_offline.iterdir()} == kept, "nothing was tagged again"
     assert {path.name: path.read_bytes() for path in (tmp_path / "predictions").iterdir()} == wanted
+    assert classify("--predict_only", "--predict_train", "--run", tmp_path / "runs" / "r").status == 0
+    assert (tmp_path / "runs" / "r" / "sts-train.npz").is_file()
     again = classify(*lively, "--resume", "--pos_cache", tmp_path / "elsewhere")
     assert again.status == 0, again.err
 

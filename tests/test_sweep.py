@@ -441,8 +441,14 @@ WRONG_SEARCHES = {
     "lr=1e-4 --epoch 3": "unrecognized arguments: --epoch 3. See multitask_classifier.py --help.",
     "lr=1e-4 --head siamese": "no trial could run: --sst_head siamese compares two sentences, but sst has one. Use",
     "lr=1e-4 --data nowhere": "nowhere",
+    "teacher=a,b --sst_loss ce+distill": "--search teacher: --teacher must be the same for all trials. Give it as a",
+    "lr=1e-4 --sst_loss ce+distill --teacher nowhere": "nowhere/sst-train.npz: cannot be read as logits; No such file",
     "lr=1e-4 --model nowhere": "nowhere",
 }
+
+
+def test_a_list_of_paths_is_no_range() -> None:
+    assert sweep.read_space(["model=../a,../b"])["model"].choices == ("../a", "../b")
 
 
 @pytest.mark.parametrize("given", WRONG_SEARCHES)
