@@ -272,7 +272,7 @@ class BertPreTrainedModel(nn.Module):
         if keep_layers is not None:
             if not 1 <= keep_layers <= config.num_hidden_layers:
                 raise InputError(
-                    f"--keep_layers must be 1 to {config.num_hidden_layers} for {name}, found {keep_layers}."
+                    f"--keep_layers must be 1 to {config.num_hidden_layers} for {name}, found {keep_layers}. Lower it."
                 )
             weights = {k: w for k, w in weights.items() if _layer_number(k) < keep_layers}
             changes["num_hidden_layers"] = keep_layers

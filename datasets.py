@@ -85,9 +85,9 @@ def read_examples(
             if found.labels is not None:
                 found.labels.append(row.label)
     if not len(found):
-        raise InputError(
-            f"{', '.join(map(str, paths))}: no usable row. A data file needs a header and at least one row."
-        )
+        why = f"; {len(found.skipped)} skipped, the first: {found.skipped[0]}" if found.skipped else ""
+        names = ", ".join(map(str, paths))
+        raise InputError(f"{names}: no usable row{why}. A data file needs a header and at least one row.")
     return found
 
 
@@ -106,7 +106,8 @@ def _check_header(table: csv.DictReader, path: Path, wanted: list[str], what: st
         separated = "tab" if table.reader.dialect.delimiter == "\t" else "comma"
         raise InputError(
             f"{path} line 1: the header must have the {separated}-separated columns {', '.join(wanted)}; "
-            f"{', '.join(absent)} not found. Check that this is {what}."
+            f"{', '.join(absent)} not found. Check that this is {what}; files in other formats need a reader's name "
+            "before the path, as in snli:FILE."
         )
 
 

@@ -120,8 +120,7 @@ def check_same_data(task: str, members: list[Member]) -> None:
             must = f"{other.folder}: must have the {task} {split} rows of {first.folder}, found"
             found = difference(first.splits[task][split], other.splits[task][split])
             if found:
-                again = f"multitask_classifier.py --predict_only --run {other.folder} --data DIR"
-                raise InputError(f"{must} {found}. Predict both with the same files: {again}")
+                raise InputError(f"{must} {found}. Train both with the same files.")
             if hash_of(first, task, split) != hash_of(other, task, split):
                 raise InputError(f"{must} a file with another sha256. Train both with the same files.")
 

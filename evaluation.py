@@ -113,7 +113,7 @@ def read_logits(path: Path, task: Task, *, labeled: bool) -> Predictions:
             ids, logits = list(map(str, file["ids"].tolist())), file["logits"].astype(np.float32)
             labels = file["labels"] if labeled else None
     except (OSError, ValueError, LookupError, TypeError, AttributeError, EOFError, BadZipFile, zlib.error) as error:
-        reason = getattr(error, "strerror", None) or f"it is not an .npz file with ids and logits ({error})"
+        reason = getattr(error, "strerror", None) or f"it is not an .npz file with ids and logits ({error!s:.60})"
         raise InputError(f"{path}: cannot be read as logits; {reason}. {remedy}") from error
     shape_fits = logits.shape == (len(ids), task.num_outputs)
     if not shape_fits or not np.isfinite(logits).all():

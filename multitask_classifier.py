@@ -7,6 +7,7 @@ Trains, keeps the best epoch by the 2024 overall score, and writes predictions/{
 """
 
 import argparse
+import itertools
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -566,7 +567,9 @@ def fill_in(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def get_args(argv: list[str] | None = None) -> argparse.Namespace:
-    args = fill_in(build_parser().parse_args(argv))
+    args = build_parser().parse_args(argv)
+    training.must_name_the_run(args)
+    args = fill_in(args)
     validate(args)
     return args
 
@@ -632,6 +635,7 @@ def validate(args: argparse.Namespace) -> None:
     absent = [name for name in args.train_tasks if name not in args.tasks]
     if absent:
         raise InputError(f"--train_tasks must be among --tasks, found {absent[0]}. Add it to --tasks, or leave it out.")
+    validate_outputs(args)
     if args.combiner != "sum":
         validate_surgery(args)
     validate_teacher(args)
@@ -734,6 +738,20 @@ def validate_files(task: Task, args: argparse.Namespace) -> None:
                 )
 
 
+def validate_outputs(args: argparse.Namespace) -> None:
+    """A prediction file never takes the place of data, or of another prediction file."""
+    taken = {
+        source_of(path)[1].resolve(): f"--{name}_{split}"
+        for name, split in itertools.product(args.tasks, ("train", "dev", "test"))
+        for path in data_paths(TASKS[name], args, split)
+    }
+    for name, split in itertools.product(args.tasks, ("dev", "test")):
+        flag, path = f"--{name}_{split}_out", Path(getattr(args, f"{name}_{split}_out"))
+        other = taken.setdefault(path.resolve(), flag)
+        if other != flag:
+            raise InputError(f"{flag} {path}: must be a file of its own, found that of {other}. Give another path.")
+
+
 def validate_surgery(args: argparse.Namespace) -> None:
     flag = f"--combiner {args.combiner}"
     if len(args.train_tasks) < 2:
@@ -810,7 +828,13 @@ def flags_of_run(argv: list[str] | None, folder: Path) -> argparse.Namespace:
                 setattr(flags, key, None)  # follows from --data and --predictions, which may be given anew
     flags.data, flags.predictions = Path(flags.data), Path(flags.predictions)
     flags.use_gpu = False  # a matter of the machine at hand
+    tasks = flags.tasks
     flags = fill_in(build_parser().parse_args(argv, flags))  # argparse leaves alone what is set already and not given
+    if flags.tasks != tasks:
+        raise InputError(
+            f"--tasks {' '.join(flags.tasks)}: must be those of {folder}, {' '.join(tasks)}. Leave it out."
+        )
+    validate_outputs(flags)
     flags.runs, flags.name = folder.parent, folder.name
     return flags
 

@@ -327,7 +327,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--optimizer", choices=sorted(OPTIMIZERS), default="adamw", help="adamw: the handout's; others: torch's"
     )
-    group.add_argument("--lr", type=rate, help="learning rate; classifier.py has 1e-3 for a frozen encoder, else 1e-5")
+    group.add_argument("--lr", type=rate, help="learning rate; None: 1e-3 for a frozen encoder, else 1e-5")
     group.add_argument(
         "--head_lr", type=rate, help="learning rate outside the encoder, adapters included; None: as --lr"
     )

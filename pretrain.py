@@ -123,7 +123,7 @@ def hold_out(documents: Documents) -> tuple[Documents, Documents]:
     cut = len(flat) - max(3, len(flat) // 10)
     if cut < 3:
         raise InputError(
-            f"held-out text needs at least 6 sentences to be taken from, found {len(flat)}. "
+            f"held-out text needs at least 6 different sentences to be taken from, found {len(flat)}. "
             "Give more text, or held-out text by --held_out FILE."
         )
     return tuple(
@@ -335,9 +335,8 @@ class NextSentences:
             self.start, self.size = self.first, torch.full_like(self.first, 2)
         if not len(self.first) or int(self.size.max()) >= len(rows):
             raise InputError(
-                "nsp needs documents of consecutive sentences, three of them at least, and found none in the "
-                "training text or in the held-out text. Give text by --text, a sentence a line, documents apart by "
-                "blank lines; or --tasks cfimdb."
+                "nsp needs three sentences, two of them consecutive, in training and held-out text each; one has "
+                "none. Give text by --text, a sentence a line, documents apart by blank lines; or --tasks cfimdb."
             )
 
     def __len__(self) -> int:
@@ -834,6 +833,7 @@ def fill_in(args: argparse.Namespace) -> argparse.Namespace:
 
 def get_args(argv: list[str] | None = None) -> argparse.Namespace:
     args = build_parser().parse_args(argv)
+    training.must_name_the_run(args)
     validate(args)
     return fill_in(args)
 

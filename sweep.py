@@ -33,6 +33,7 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, Floa
 from optuna.samplers import BaseSampler, TPESampler
 from optuna.trial import FrozenTrial, TrialState
 
+import losses
 import multitask_classifier
 from datasets import read_examples
 from evaluation import read_logits
@@ -112,6 +113,10 @@ def read_space(terms: list[str]) -> Space:
 
 
 def _list(key: str, values: list[str]) -> CategoricalDistribution:
+    if key.endswith("_loss"):
+        for name in (name for value in values for name in losses.names_in(value) if name not in losses.LOSSES):
+            known = ", ".join(sorted(losses.LOSSES))
+            raise InputError(f"--search {key}: a loss must be one of {known}, found {name!r}. Choose one.")
     seen: list[Any] = []
     for value in values:
         if not value or parsed(key, value) in seen:

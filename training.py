@@ -199,6 +199,8 @@ def fit(
     Returns the best scores.
     """
     progress = load_progress(trainer, run) if resume else Progress()
+    if progress.epoch >= epochs:
+        print(f"{run.folder}: all {epochs} epochs are done, nothing is left to train", flush=True)
     for epoch in range(progress.epoch + 1, epochs + 1):
         if patience and progress.epoch - progress.best_epoch >= patience:
             print(f"stopped: no better epoch in {patience}", flush=True)
@@ -281,6 +283,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=number(int, 0, 2**31), default=11711, help="of weights, batches and dropout")
     add("--use_gpu", action="store_true", help="train on CUDA")
     add("--precision", choices=sorted(Precision.DTYPES), default="fp32", help="a T4 has no bf16: fp16 there")
+
+
+def must_name_the_run(args: argparse.Namespace) -> None:
+    if args.resume and args.name is None:
+        raise InputError("--resume needs the name of the run to go on with, found no --name. Add --name NAME.")
 
 
 def add_loop_arguments(parser: argparse.ArgumentParser) -> None:

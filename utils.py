@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import tempfile
@@ -64,6 +65,11 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """One line, as for every other mistake, instead of all flags and then the line."""
+        if unreadable := re.match(r"\[Errno \d+\] (.+): '(.+)'$", message):  # argparse of a recipe
+            reason, path = unreadable.groups()
+            self.exit(2, f"error: {path}: cannot be read; {reason}. recipes/README.md lists all recipes.\n")
+        if re.match(r"unrecognized arguments: .*\.txt\b", message):
+            message += ". A file of flags is given as @FILE"
         self.exit(2, f"error: {message.rstrip('.')}. See {self.prog} --help.\n")
 
     def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
@@ -216,8 +222,8 @@ class Run:
     def must_be_new(folder: Path) -> None:
         if folder.exists():
             raise InputError(
-                f"{folder}: the run exists already. Go on with it by --resume (multitask_classifier.py, pretrain.py), "
-                "give another --name, or remove the directory."
+                f"{folder}: the run exists already. Give another --name, remove the directory, or go on with it by "
+                "--resume (multitask_classifier.py, pretrain.py)."
             )
 
     @classmethod
@@ -260,7 +266,8 @@ class Run:
         facts, now = self.facts, _plain(vars(args))
         other = [k for k, v in now.items() if k not in may_differ and facts["args"].get(k) != v]
         if other:
-            shown = ", ".join(f"--{k} {facts['args'].get(k)} (now {now[k]})" for k in other)
+            shown = ", ".join(f"--{k} {facts['args'].get(k)} (now {now[k]})" for k in other[:5])
+            shown += f" and {len(other) - 5} more" if len(other) > 5 else ""
             raise InputError(f"{self.folder}: was started with {shown}. Give the same flags, or another --name.")
         changed = [str(p) for p in data if facts["data_sha256"].get(str(p)) != sha256_of(p)]
         if changed:

@@ -520,7 +520,7 @@ def test_runs_with_other_rows_are_refused(
 ) -> None:
     changed(runs[1] / f"para-{split}.npz", **arrays)
     must = f"{runs[1]}: must have the para {split} rows of {runs[0]}, found {found}"
-    remedy = f"Predict both with the same files: multitask_classifier.py --predict_only --run {runs[1]}"
+    remedy = "Train both with the same files."
     assert_refused(combine(*runs), tmp_path, must, remedy)
 
 

@@ -300,6 +300,41 @@ def test_a_teacher_that_does_not_fit_is_refused(case: str, classify: Classify, t
     assert_refused(finished, tmp_path, tmp_path / "sst-train.npz", message)
 
 
+def test_a_prediction_file_never_takes_the_place_of_data(classify: Classify, tmp_path: Path):
+    labels = tmp_path / "data" / "ids-sst-dev.csv"
+    before = labels.read_bytes()
+    for more in ((), ("--option", "finetune")):
+        finished = classify("--sst_dev_out", labels, *more)
+        assert_refused(
+            finished, tmp_path, f"--sst_dev_out {labels}: must be a file of its own, found that of --sst_dev."
+        )
+    finished = classify("--sst_dev_out", tmp_path / "same", "--sts_test_out", tmp_path / "same")
+    assert_refused(finished, tmp_path, "--sts_test_out", "found that of --sst_dev_out. Give another path.")
+    assert classify("--tasks", "sst").status == 0
+    finished = classify("--predict_only", "--run", tmp_path / "runs" / "r", "--sst_test_out", labels, usual=False)
+    assert "--sst_test_out" in the_error(finished)
+    assert labels.read_bytes() == before
+
+
+def test_a_run_is_predicted_with_its_own_tasks(classify: Classify, tmp_path: Path):
+    assert classify("--tasks", "sst", "sts").status == 0
+    finished = classify("--predict_only", "--run", tmp_path / "runs" / "r", "--tasks", "sst", usual=False)
+    assert f"--tasks sst: must be those of {tmp_path / 'runs' / 'r'}, sst sts. Leave it out." in the_error(finished)
+
+
+def test_a_recipe_that_is_not_there_and_one_without_its_sign(classify: Classify):
+    error = the_error(classify("@recipes/bets.txt"))
+    assert (
+        error
+        == "error: recipes/bets.txt: cannot be read; No such file or directory. recipes/README.md lists all recipes."
+    )
+    assert "A file of flags is given as @FILE." in the_error(classify("recipes/best.txt"))
+
+
+def test_resuming_needs_a_name(classify: Classify):
+    assert "--resume needs the name of the run to go on with" in the_error(classify("--resume", usual=False))
+
+
 def test_a_run_of_another_script_is_refused(classify: Classify, tmp_path: Path):
     folder = tmp_path / "pretrained"
     folder.mkdir()
@@ -444,7 +479,7 @@ def test_a_run_that_exists_is_refused_and_left_alone(classify: Classify, tmp_pat
     log.parent.mkdir(parents=True)
     log.write_text("kept")
     error = the_error(classify())
-    for part in (f"{log.parent}: the run exists already", "--resume", "give another --name"):
+    for part in (f"{log.parent}: the run exists already", "--resume", "Give another --name"):
         assert part in error
     assert list((tmp_path / "runs").rglob("*.*")) == [log]
     assert log.read_text() == "kept"

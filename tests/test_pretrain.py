@@ -756,7 +756,7 @@ REFUSED = {
     "--ema_decay 0.5": "--ema_decay only works with --averager ema",
     "--average_start 0.1": "--average_start only works with --averager swa",
     "--mask_share 0": "argument --mask_share: must be above 0 and at most 1, found '0'",
-    "--objective nsp": "nsp needs documents of consecutive sentences, three of them at least, and found none",
+    "--objective nsp": "nsp needs three sentences, two of them consecutive, in training and held-out text each",
     "--objective nsp --tasks para": "Give text by --text, a sentence a line, documents apart by blank lines; or",
     "--objective simcse_supervised": "simcse_supervised needs at least 20 positive pairs",
     "--text nowhere.txt": "nowhere.txt: cannot be read; No such file or directory. Check the path.",
@@ -778,7 +778,7 @@ BAD_TEXTS = {
     "not UTF-8": (b"fine\nbad \xff\n", "t.txt line 2: must be UTF-8, found byte 0xff. Convert the file to UTF-8."),
     "too short": (
         b"one\ntwo\nthree\n",
-        "held-out text needs at least 6 sentences to be taken from, found 3. Give more",
+        "held-out text needs at least 6 different sentences to be taken from, found 3. Give more",
     ),
     "nothing to predict": (b"[UNK]\n[SEP]\n[CLS]\n[PAD]\n[MASK]\n[UNK] [UNK]\n", "mlm finds nothing to predict in it."),
 }
