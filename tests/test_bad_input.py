@@ -437,7 +437,7 @@ def test_an_existing_run_is_refused_and_left_alone(classify: Classify, tmp_path:
     log.write_text("kept")
     error = the_error(classify())
     assert f"{tmp_path / 'runs' / 'r' / 'sst'}: the run exists already" in error
-    assert "give another --name" in error
+    assert "Give another --name" in error
     assert "--resume" in error
     assert log.read_text() == "kept"
     assert list((tmp_path / "runs").rglob("*.*")) == [log]
