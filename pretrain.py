@@ -45,7 +45,7 @@ from datasets import (
     text_lines,
 )
 from losses import full
-from tasks import PARA, TASKS, Batch, Output, Task, stack
+from tasks import PARA, TASKS, Batch, Encoded, Output, Task, stack
 from tokenizer import SPECIAL_TOKENS, BertTokenizer
 from training import Step, Trainer, fit, grouped
 from utils import (
@@ -224,6 +224,11 @@ class Corpus(NamedTuple):
         sizes = torch.tensor([len(sentences) for sentences in documents])
         return cls(tokens, torch.arange(len(documents)).repeat_interleave(sizes))
 
+    def padded(self, batch_size: int, padding_id: int, generator: Generator) -> Iterator[Encoded]:
+        """Every sentence once, in batches of like length, in random order."""
+        for rows in bucketed_rows(self.tokens.lengths, batch_size, generator):
+            yield self.tokens.pad(rows, padding_id)
+
 
 class PairCorpus(NamedTuple):
     first: Ragged
@@ -305,8 +310,7 @@ class MaskedSentences:
         return len(self.corpus.document)
 
     def batches(self, batch_size: int, generator: Generator) -> Iterator[Batch]:
-        for rows in bucketed_rows(self.corpus.tokens.lengths, batch_size, generator):
-            sentences = self.corpus.tokens.pad(rows, self.padding_id)
+        for sentences in self.corpus.padded(batch_size, self.padding_id, generator):
             seen, labels = self.masking(sentences.token_ids, generator)
             yield Batch("mlm", [], (sentences._replace(token_ids=seen),), labels)
 
@@ -367,9 +371,8 @@ class SentencesTwice:
         return len(self.corpus.document)
 
     def batches(self, batch_size: int, generator: Generator) -> Iterator[Batch]:
-        for rows in bucketed_rows(self.corpus.tokens.lengths, batch_size, generator):
-            sentences = self.corpus.tokens.pad(rows, self.padding_id)
-            yield Batch("simcse", [], (sentences, sentences), torch.arange(len(rows)))
+        for sentences in self.corpus.padded(batch_size, self.padding_id, generator):
+            yield Batch("simcse", [], (sentences, sentences), torch.arange(len(sentences.token_ids)))
 
 
 @dataclass(frozen=True)
