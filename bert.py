@@ -1,4 +1,4 @@
-"""BERT, written by hand: attention, transformer layer, model (Devlin et al. 2019, arXiv:1810.04805).
+"""A hand-written BERT: attention, transformer layer, model (Devlin et al. 2019, arXiv:1810.04805).
 
 Shapes:  B batch   T tokens   H hidden size   N attention heads   D head size (H = N * D)
 """
@@ -17,7 +17,7 @@ from kernels import dropout, lookup
 
 
 class Dropout(nn.Module):
-    """Zeroes a share p of its input and scales the rest by 1 / (1 - p); the identity in eval mode."""
+    """Zero a random share p of the input and scale the rest by 1 / (1 - p); the identity in eval mode."""
 
     def __init__(self, p: float):
         super().__init__()
@@ -43,13 +43,16 @@ def written_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, d
 
 
 def fused_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, drop: Dropout) -> Tensor:
-    """The same by torch's own kernel, which never stores the (T, T) weights where it has a flash version."""
+    """The same, computed by torch's own kernel. Its flash versions never store the (T, T) weights."""
     p = drop.p if drop.training else 0.0
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=p)
 
 
 def fastest_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, drop: Dropout) -> Tensor:
-    """The quicker of the two, as measured: on a CPU torch has no fused kernel with dropout, and draws masks slowly."""
+    """The faster of the two: "written" on a CPU with dropout, where torch has no fused kernel and draws masks slowly.
+
+    Otherwise "fused".
+    """
     draws_a_mask = drop.training and drop.p > 0
     attend = written_attention if draws_a_mask and query.device.type == "cpu" else fused_attention
     return attend(query, key, value, mask, drop)
@@ -75,12 +78,12 @@ class BertSelfAttention(nn.Module):
         self.attend = fastest_attention
 
     def transform(self, x: Tensor, linear: nn.Linear) -> Tensor:
-        """Projects and splits into heads: (B, T, H) -> (B, N, T, D)."""
+        """Project and split into heads: (B, T, H) -> (B, N, T, D)."""
         B, T, _ = x.shape
         return linear(x).view(B, T, self.num_attention_heads, self.attention_head_size).transpose(1, 2)
 
     def attention(self, key: Tensor, query: Tensor, value: Tensor, attention_mask: Tensor) -> Tensor:
-        """Every head attends; the heads are joined again: three (B, N, T, D) and (B, 1, 1, T) -> (B, T, H)."""
+        """Apply attention in every head and concatenate the heads: three (B, N, T, D) and (B, 1, 1, T) -> (B, T, H)."""
         heads = self.attend(query, key, value, attention_mask, self.dropout)  # (B, N, T, D)
         return heads.transpose(1, 2).flatten(2)  # (B, T, N, D) -> (B, T, H)
 
@@ -108,23 +111,23 @@ class BertLayer(nn.Module):
     def add_norm(
         self, input: Tensor, output: Tensor, dense_layer: nn.Linear, dropout: nn.Module, ln_layer: nn.LayerNorm
     ) -> Tensor:
-        """LayerNorm(input + dropout(dense(output))): dropout stands between the projection and the sum."""
+        """Return LayerNorm(input + dropout(dense(output))): dropout comes after the projection and before the sum."""
         return ln_layer(input + dropout(dense_layer(output)))
 
     def attend(self, hidden_states: Tensor, attention_mask: Tensor) -> Tensor:
-        """The lower half: x = LayerNorm(h + attention(h)), (B, T, H) -> (B, T, H)."""
+        """The first half of the layer: x = LayerNorm(h + attention(h)), (B, T, H) -> (B, T, H)."""
         attended = self.self_attention(hidden_states, attention_mask)
         return self.add_norm(
             hidden_states, attended, self.attention_dense, self.attention_dropout, self.attention_layer_norm
         )
 
-    def feed_forward(self, x: Tensor, beside: Tensor) -> Tensor:
-        """The upper half: LayerNorm(beside + FFN(x)), (B, T, H) -> (B, T, H). In BERT, x itself stands beside."""
+    def feed_forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        """The second half of the layer: LayerNorm(residual + FFN(x)), (B, T, H) -> (B, T, H). In BERT, residual = x."""
         inner = self.interm_af(self.interm_dense(x))  # (B, T, 4H)
-        return self.add_norm(beside, inner, self.out_dense, self.out_dropout, self.out_layer_norm)
+        return self.add_norm(residual, inner, self.out_dense, self.out_dropout, self.out_layer_norm)
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor) -> Tensor:
-        """(B, T, H) -> (B, T, H)"""
+        """Both halves: (B, T, H) -> (B, T, H)."""
         x = self.attend(hidden_states, attention_mask)
         return self.feed_forward(x, x)
 
@@ -147,16 +150,16 @@ class BertModel(BertPreTrainedModel):
         self.bert_layers = nn.ModuleList(BertLayer(config) for _ in range(config.num_hidden_layers))
         self.pooler_dense = nn.Linear(H, H)
         self.pooler_af = nn.Tanh()
-        self.checkpoint_activations = False  # True: store a layer's input only, and compute the rest again going back
+        self.checkpoint_activations = False  # True: store the layers' inputs only, recompute the rest in backward
         self.apply(self.init_weights)
 
     def compile_layers(self) -> None:
-        """Compiles every layer for sentences of any length; the parameters keep their names."""
+        """Compile every layer for sentences of any length; the parameters keep their names."""
         for layer in self.bert_layers:
             layer.compile(dynamic=True)
 
     def use_attention(self, name: str) -> None:
-        """Chooses the entry of ATTENTIONS that every layer uses."""
+        """Make every layer use this entry of ATTENTIONS."""
         for layer in self.bert_layers:
             layer.self_attention.attend = ATTENTIONS[name]
 
@@ -171,19 +174,19 @@ class BertModel(BertPreTrainedModel):
         return self.embed_dropout(self.embed_layer_norm(words + positions + segments))
 
     def encode(self, hidden_states: Tensor, attention_mask: Tensor, layers: Iterable[Layer] | None = None) -> Tensor:
-        """Runs the layers: (B, T, H) -> (B, T, H). attention_mask: (B, T), 1 for a real token.
+        """Run the layers: (B, T, H) -> (B, T, H). attention_mask: (B, T), 1 for a real token.
 
         layers: run these instead of the model's own.
         """
-        # A padding key gets weight exactly 0, so a sentence never sees what it was batched with.
+        # Padding gets attention weight exactly 0, so the other sentences of a batch cannot influence this one.
         mask = torch.zeros_like(attention_mask, dtype=hidden_states.dtype)
         mask = mask.masked_fill(attention_mask == 0, -math.inf)[:, None, None, :]  # (B, 1, 1, T)
-        keep = not (self.checkpoint_activations and torch.is_grad_enabled())
+        keep_activations = not (self.checkpoint_activations and torch.is_grad_enabled())
         for layer in self.bert_layers if layers is None else layers:
-            # checkpoint draws the same dropout masks again when it computes the layer a second time
-            hidden_states = (
-                layer(hidden_states, mask) if keep else checkpoint(layer, hidden_states, mask, use_reentrant=False)
-            )
+            if keep_activations:
+                hidden_states = layer(hidden_states, mask)
+            else:  # checkpoint restores the random state, so the recomputed layer has the same dropout masks
+                hidden_states = checkpoint(layer, hidden_states, mask, use_reentrant=False)
         return hidden_states
 
     def forward(

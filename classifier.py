@@ -6,6 +6,7 @@ Trains on SST, then on CFIMDB, and writes predictions/<option>-<task>-{dev,test}
 """
 
 import argparse
+import functools
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,29 +15,27 @@ import torch
 from torch import Tensor, nn
 
 import optimizer
-import training
+import shared_flags
 from bert import BertModel, Dropout
-from datasets import Split, epoch_generator, read_split, training_batches
-from evaluation import keep_vectors, predict, score, write_predictions
+from datasets import Split, epoch_generator, read_split
+from evaluation import predict, score, with_stored_vectors, write_predictions
+from flags import ALWAYS, ArgumentParser, Need, number
 from losses import cross_entropy
 from tasks import CFIMDB, SST, Batch, Output, Task
 from tokenizer import BertTokenizer
 from training import Step, Trainer, fit
 from utils import (
-    FINE_TUNE_MODES,
-    ArgumentParser,
     Precision,
     Run,
     choose_device,
     count_parameters,
-    fine_tune_mode,
-    number,
     run_script,
     seed_everything,
     writable_directory,
 )
 
-TASKS = {"sst": SST, "cfimdb": CFIMDB}
+PART_1_TASKS = {"sst": SST, "cfimdb": CFIMDB}
+LEARNING_RATES = {"pretrain": 1e-3, "finetune": 1e-5}  # the starter's 1e-3 for both would ruin fine-tuning
 
 
 class BertSentimentClassifier(nn.Module):
@@ -56,7 +55,7 @@ class BertSentimentClassifier(nn.Module):
         return self
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """The handout's signature: (B, T), (B, T) -> logits (B, C)."""
+        """The starter's signature: (B, T), (B, T) -> logits (B, C)."""
         return self.linear(self.dropout(self.bert(input_ids, attention_mask)["pooler_output"]))
 
     def vectors(self, batch: Batch) -> tuple[Tensor, ...]:
@@ -82,11 +81,12 @@ def data_paths(task: Task, args: argparse.Namespace) -> dict[str, Path]:
 def build_model(task: Task, args: argparse.Namespace) -> BertSentimentClassifier:
     bert = BertModel.from_pretrained(args.model, keep_layers=args.keep_layers)
     bert.use_attention(args.attention)
-    return BertSentimentClassifier(bert, task.num_outputs, args.hidden_dropout_prob, frozen=args.option == "pretrain")
+    frozen = args.option == "pretrain"
+    return BertSentimentClassifier(bert, task.predicts.num_logits, args.hidden_dropout_prob, frozen)
 
 
 def train_task(task: Task, args: argparse.Namespace, splits: dict[str, Split], precision: Precision, run: Run) -> float:
-    """Trains one classifier, writes its two prediction files, and returns the best dev accuracy."""
+    """Train one classifier, write its two prediction files, and return the best dev accuracy."""
     seed_everything(args.seed)
     model = build_model(task, args).to(precision.device)
     trainable, total = count_parameters(model)
@@ -94,16 +94,24 @@ def train_task(task: Task, args: argparse.Namespace, splits: dict[str, Split], p
     print(f"{task.name}: {sizes} rows | {trainable:,} of {total:,} parameters train", flush=True)
     batch_size = {"sst": args.batch_size, "cfimdb": args.cfimdb_batch_size}[task.name]
     if model.frozen:
-        splits = {name: keep_vectors(model, split, args.eval_batch_size, precision) for name, split in splits.items()}
+        splits = {n: with_stored_vectors(model, split, args.eval_batch_size, precision) for n, split in splits.items()}
 
     total_steps = -(-len(splits["train"]) // batch_size)
     update = optimizer.build_optimizer(args, model)
     schedule = optimizer.build_schedule(update, args.schedule, total_steps * args.epochs, args.warmup)
-    averager = optimizer.build_averager(args, model)
-    trainer = Trainer(model, {task.name: cross_entropy}, update, schedule, precision, args.clip, averager=averager)
+    trainer = Trainer(
+        model,
+        {task.name: cross_entropy},
+        update,
+        schedule,
+        precision,
+        args.clip,
+        averager=optimizer.build_averager(args, model),
+        targets={task.name: task.predicts},
+    )
 
     def steps(epoch: int) -> Iterator[Step]:
-        for batch in training_batches(splits["train"], batch_size, epoch_generator(args.seed, epoch)):
+        for batch in splits["train"].batches(batch_size, epoch_generator(args.seed, epoch)):
             yield ((batch,),)
 
     def evaluate() -> dict[str, float]:
@@ -117,49 +125,65 @@ def train_task(task: Task, args: argparse.Namespace, splits: dict[str, Split], p
     return best["dev"]
 
 
+@functools.cache
+def parser() -> ArgumentParser:
+    new = ArgumentParser(
+        "classifier.py",
+        "Part 1: train sentiment classifiers on SST and CFIMDB, and write their predictions.",
+        "python classifier.py @recipes/classifier-quickstart.txt",
+        "python classifier.py --option finetune --lr 1e-5 --use_gpu",
+        usage="[@recipes/FILE.txt] [flags; later ones win]",
+        sections=("most used", "the model", "optimization", "time and memory", "files"),
+    )
+    shared_flags.add_option(new)
+    shared_flags.add_most_used(new, epochs=10)
+    add = new.section("most used")
+    add("--tasks", nargs="+", choices=sorted(PART_1_TASKS), default=["sst", "cfimdb"], needs=ALWAYS,
+        help="data sets to train on, in this order")  # fmt: skip
+    for flag, task in (("--batch_size", "sst"), ("--cfimdb_batch_size", "cfimdb")):
+        add(flag, type=number(int, 1, 4096), default=8, needs=trains(task), metavar="N",
+            help=f"rows per update on {task}; 64 fits a 12 GB GPU")  # fmt: skip
+    optimizer.add_arguments(new, lr=None, lr_default=" (default: 1e-3 for pretrain, 1e-5 for finetune)")
+    shared_flags.add_encoder(new)
+    new.section("the model")(
+        "--hidden_dropout_prob", type=number(float, 0, 0.99), default=0.3, needs=ALWAYS, metavar="P",
+        help="dropout before the linear layer")  # fmt: skip
+    shared_flags.add_eval_batch_size(new)
+    shared_flags.add_files(new, max_length=512)
+    shared_flags.add_predictions(new)
+    return new
+
+
+def trains(task: str) -> Need:
+    return Need(f"{task} among --tasks", lambda args: task in args.tasks)
+
+
+def complete(args: argparse.Namespace) -> argparse.Namespace:
+    """Fill in the defaults that follow from other flags."""
+    new = {"lr": args.lr or LEARNING_RATES[args.option], "name": shared_flags.run_name(args, args.option)}
+    return argparse.Namespace(**vars(args) | new)
+
+
 def get_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = ArgumentParser(prog="classifier.py", description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    add("--option", choices=("pretrain", "finetune"), default="pretrain", help="pretrain: BERT is frozen")
-    add("--fine-tune-mode", dest="option", type=fine_tune_mode, metavar="{" + ",".join(FINE_TUNE_MODES) + "}",
-        default=argparse.SUPPRESS, help="the later handouts' name for --option")  # fmt: skip
-    training.add_arguments(parser)
-    add("--tasks", nargs="+", choices=sorted(TASKS), default=["sst", "cfimdb"], help="which data sets, in this order")
-    add("--data", type=Path, default=Path("data"), help="directory with the course's files; data/sample is at hand")
-    add("--strict_data", action="store_true", help="a row that cannot be used is an error")
-    add("--max_length", type=number(int, 4, 512), default=512, help="longer texts are cut to so many tokens, counted")
-    add("--predictions", type=Path, default=Path("predictions"), help="where the prediction files go")
-    add("--runs", type=Path, default=Path("runs"), help="where the run's log and weights go")
-    add("--name", help="name of the run; None: option and time")
-    add("--epochs", type=number(int, 1, 1000), default=10, help="passes over the training rows")
-    add("--batch_size", type=number(int, 1, 4096), default=8, help="rows an update, SST: 64 fits a 12 GB GPU")
-    add("--cfimdb_batch_size", type=number(int, 1, 4096), default=8, help="rows an update, CFIMDB")
-    add("--eval_batch_size", type=number(int, 1, 4096), default=32, help="rows a forward pass, without gradients")
-    add("--hidden_dropout_prob", type=number(float, 0, 0.99), default=0.3, help="dropout before the linear layer")
-    optimizer.add_arguments(parser)
-    args = parser.parse_args(argv)
-    if args.lr is None:
-        args.lr = {"pretrain": 1e-3, "finetune": 1e-5}[args.option]
-    args.name = args.name or f"{args.option}-{time.strftime('%Y%m%d-%H%M%S')}"
-    return args
+    return parser().parse(argv, complete)
 
 
 def main() -> None:
     args = get_args()
     device = choose_device(args.use_gpu)
     tokenizer = BertTokenizer.from_pretrained(args.model, max_length=args.max_length)
-    splits = {name: load_splits(TASKS[name], args, tokenizer) for name in dict.fromkeys(args.tasks)}
+    splits = {name: load_splits(PART_1_TASKS[name], args, tokenizer) for name in dict.fromkeys(args.tasks)}
     BertModel.from_pretrained(args.model, keep_layers=args.keep_layers)  # fails now rather than after the first task
     writable_directory(args.predictions, "--predictions")
     runs = {
-        name: Run.create(args.runs / args.name / name, args, list(data_paths(TASKS[name], args).values()))
+        name: Run.create(args.runs / args.name / name, args, list(data_paths(PART_1_TASKS[name], args).values()))
         for name in splits
     }
     threads = torch.get_num_threads()
     print(f"{args.option} {args.model} | {device.type} {args.precision} | {threads} threads | lr {args.lr:g}")
     for name, task_splits in splits.items():
         started = time.monotonic()
-        best = train_task(TASKS[name], args, task_splits, Precision(args.precision, device), runs[name])
+        best = train_task(PART_1_TASKS[name], args, task_splits, Precision(args.precision, device), runs[name])
         spent = time.monotonic() - started
         print(f"{name}: best dev accuracy {best:.3f} | {spent:.0f} s | {runs[name].folder}", flush=True)
 

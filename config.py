@@ -1,4 +1,4 @@
-"""The shape of a BERT checkpoint, as its config.json states it. Nothing about training lives here."""
+"""The architecture of a BERT checkpoint, read from its config.json. Training settings are elsewhere."""
 
 import json
 from dataclasses import asdict, dataclass, fields
@@ -23,41 +23,42 @@ class BertConfig:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value, least = getattr(self, field.name), 0 if field.type is float or field.name == "pad_token_id" else 1
-            if not isinstance(value, int | field.type) or value < least:
+            value = getattr(self, field.name)
+            minimum = 0 if field.type is float or field.name == "pad_token_id" else 1
+            if not isinstance(value, int | field.type) or value < minimum:
                 raise ValueError(
-                    f"{field.name} must be a number of at least {least}, found {value!r}. "
-                    "Take the config.json that belongs to the checkpoint."
+                    f"{field.name} must be a number of at least {minimum}, found {value!r}. "
+                    "Use the config.json that belongs to the checkpoint."
                 )
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"hidden_size must be a multiple of num_attention_heads; found {self.hidden_size} and "
-                f"{self.num_attention_heads}. Take the config.json that belongs to the checkpoint."
+                f"{self.num_attention_heads}. Use the config.json that belongs to the checkpoint."
             )
 
     @classmethod
     def from_file(cls, path: Path) -> Self:
-        """Reads config.json; keys that do not change the encoder are passed over."""
+        """Read config.json; keys that do not affect the encoder are ignored."""
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
+            values = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise ValueError(
-                f"{path}: must be a JSON file that describes a BERT; {error}. Take the checkpoint's own."
+                f"{path}: must be a JSON file that describes a BERT; {error}. Use the checkpoint's own."
             ) from error
-        if not isinstance(found, dict) or found.get("model_type", "bert") != "bert":
-            kind = found.get("model_type") if isinstance(found, dict) else type(found).__name__
+        if not isinstance(values, dict) or values.get("model_type", "bert") != "bert":
+            kind = values.get("model_type") if isinstance(values, dict) else type(values).__name__
             raise ValueError(f"{path}: model_type must be 'bert', found {kind!r}. Choose a BERT checkpoint.")
-        for key, only in {"hidden_act": "gelu", "position_embedding_type": "absolute"}.items():
-            if found.get(key, only) != only:
+        for key, supported in {"hidden_act": "gelu", "position_embedding_type": "absolute"}.items():
+            if values.get(key, supported) != supported:
                 raise ValueError(
-                    f"{path}: {key} must be {only!r}, found {found[key]!r}. Choose a plain BERT checkpoint."
+                    f"{path}: {key} must be {supported!r}, found {values[key]!r}. Choose a plain BERT checkpoint."
                 )
-        missing = sorted({"vocab_size", "hidden_size", "num_hidden_layers"} - found.keys())
+        missing = sorted({"vocab_size", "hidden_size", "num_hidden_layers"} - values.keys())
         if missing:
-            raise ValueError(f"{path}: a BERT config must state {', '.join(missing)}. Take the checkpoint's own file.")
-        return cls(**{f.name: found[f.name] for f in fields(cls) if f.name in found})
+            raise ValueError(f"{path}: a BERT config must state {', '.join(missing)}. Use the checkpoint's own file.")
+        return cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values})
 
     def to_dict(self) -> dict[str, Any]:
-        """What config.json holds, with the keys by which the usual tools recognize a BERT."""
+        """The contents of config.json, including the keys by which other libraries recognize a BERT."""
         kind = {"model_type": "bert", "architectures": ["BertModel"], "hidden_act": "gelu"}
         return kind | asdict(self)

@@ -1,8 +1,8 @@
-"""One way to predict, one to score, one to write prediction files; the starter's model_eval_* are thin wrappers.
+"""Predict a split, score predictions, read and write prediction files; the starter's model_eval_* on top of that.
+
+As a script, it scores the dev files of a directory against the labels:
 
     python evaluation.py predictions/ --data data
-
-scores the dev files of a directory against the labels.
 """
 
 import argparse
@@ -18,13 +18,15 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from datasets import Split, read_examples, sorted_rows
-from tasks import TASKS, Batch, Output, Predictions, Task
-from utils import ArgumentParser, InputError, Precision, atomic_path, run_script, warn, write_text
+from datasets import Split, sorted_rows
+from flags import ALWAYS, ArgumentParser
+from readers import read_examples
+from tasks import PARA, SST, STS, TASKS, Batch, Output, Predictions, Task
+from utils import InputError, Precision, atomic_path, run_script, warn, write_text
 
 
 class Predictor(Protocol):
-    """What the loop and the evaluation ask of a model; `vectors` are what its frozen part would give."""
+    """What training and evaluation need of a model; `vectors` is the output of its frozen part."""
 
     def vectors(self, batch: Batch) -> tuple[Tensor, ...]: ...
     def predict(self, batch: Batch) -> Output: ...
@@ -38,7 +40,7 @@ class Predictor(Protocol):
 def _in_file_order(
     compute: Callable[[Batch], Iterable[Tensor]], split: Split, batch_size: int, precision: Precision, label: str
 ) -> tuple[Tensor, ...]:
-    """compute(batch) -> tensors (B, ...) for every row, gathered on the CPU in the order of the file."""
+    """Compute tensors (B, ...) for all rows, batch by batch; gather them on the CPU in the order of the file."""
     batches = sorted_rows(split.lengths, batch_size)
     results = []
     for rows in tqdm(batches, desc=label, leave=False, disable=None):
@@ -52,11 +54,11 @@ def predict(model: Predictor, split: Split, batch_size: int, precision: Precisio
     model.eval()
     (logits,) = _in_file_order(lambda b: (model.predict(b).logits,), split, batch_size, precision, split.task.name)
     labels = None if split.labels is None else split.labels.numpy()
-    return Predictions(split.ids, logits.numpy(), split.task.decode(logits).numpy(), labels)
+    return Predictions(split.ids, logits.numpy(), split.task.predicts.decode(logits).numpy(), labels)
 
 
-def keep_vectors(model: Predictor, split: Split, batch_size: int, precision: Precision) -> Split:
-    """Runs the frozen encoder once over a split, in eval mode, and keeps what it gives."""
+def with_stored_vectors(model: Predictor, split: Split, batch_size: int, precision: Precision) -> Split:
+    """Run the frozen encoder once over a split, in eval mode, and store its vectors in the split."""
     model.eval()
     label = f"encode {split.task.name}"
     return split.with_vectors(_in_file_order(model.vectors, split, batch_size, precision, label))
@@ -66,22 +68,22 @@ def keep_vectors(model: Predictor, split: Split, batch_size: int, precision: Pre
 
 
 def score(task: Task, predictions: Predictions) -> float:
-    return task.score(predictions.values, predictions.labels)
+    return task.predicts.score(predictions.values, predictions.labels)
 
 
 def overall(scores: dict[str, float]) -> float:
-    """The 2024 leaderboard's, by which runs are chosen: the mean over the tasks, a correlation r as (r + 1) / 2."""
-    return float(np.mean([(s + 1) / 2 if TASKS[t].kind == "number" else s for t, s in scores.items()]))
+    """The 2024 leaderboard's score, which selects the best epoch: the mean over tasks, a correlation r as (r + 1)/2."""
+    return float(np.mean([TASKS[task].predicts.share_of_overall(score) for task, score in scores.items()]))
 
 
 def overall_2023(scores: dict[str, float]) -> float:
-    """The 2023 leaderboard's: the plain mean over the tasks."""
+    """The 2023 leaderboard's score: the plain mean over tasks."""
     return float(np.mean(list(scores.values())))
 
 
 def score_line(scores: dict[str, float]) -> str:
     parts = [f"{task} {value:.3f}" for task, value in scores.items()]
-    return " | ".join([*parts, f"overall {overall(scores):.4f} (2023's: {overall_2023(scores):.4f})"])
+    return " | ".join([*parts, f"overall {overall(scores):.4f} (2023 formula: {overall_2023(scores):.4f})"])
 
 
 # --- prediction files -------------------------------------------------------------------------------------------------
@@ -94,7 +96,7 @@ def write_predictions(path: Path, task: Task, predictions: Predictions) -> None:
 
 
 def write_logits(path: Path, predictions: Predictions) -> None:
-    """What an ensemble needs of a run: ids, logits and, of dev rows, labels."""
+    """Write what an ensemble needs of a run: ids, logits and, for dev rows, labels."""
     arrays = {"ids": np.array(predictions.ids), "logits": predictions.logits}
     if predictions.labels is not None:
         arrays["labels"] = predictions.labels
@@ -102,12 +104,11 @@ def write_logits(path: Path, predictions: Predictions) -> None:
         np.savez_compressed(file, **arrays)
 
 
-def read_logits(path: Path, task: Task, *, labeled: bool) -> Predictions:
-    """What `write_logits` wrote; anything but a row of finite logits (and a label) for each id is an error."""
-    rows = " --predict_train" if path.stem.endswith("-train") else ""
-    remedy = f"Predict again: multitask_classifier.py --predict_only{rows} --run {path.parent}"
-    if (path.parent / "ensemble.json").is_file():
-        remedy = f"Predict with its runs{' and --predict_train' * bool(rows)}, then combine them again."
+def read_logits(path: Path, task: Task, remedy: str, *, labeled: bool) -> Predictions:
+    """Read the file of `write_logits`. Anything but a row of finite logits (and a label) for each id is an error.
+
+    remedy: how to write the file again, for the message.
+    """
     try:
         with np.load(path, allow_pickle=False) as file:
             ids, logits = list(map(str, file["ids"].tolist())), file["logits"].astype(np.float32)
@@ -115,16 +116,17 @@ def read_logits(path: Path, task: Task, *, labeled: bool) -> Predictions:
     except (OSError, ValueError, LookupError, TypeError, AttributeError, EOFError, BadZipFile, zlib.error) as error:
         reason = getattr(error, "strerror", None) or f"it is not an .npz file with ids and logits ({error!s:.60})"
         raise InputError(f"{path}: cannot be read as logits; {reason}. {remedy}") from error
-    shape_fits = logits.shape == (len(ids), task.num_outputs)
+    C = task.predicts.num_logits
+    shape_fits = logits.shape == (len(ids), C)
     if not shape_fits or not np.isfinite(logits).all():
         found = "NaN or infinity" if shape_fits else f"an array of shape {logits.shape}"
-        logit = f"{task.num_outputs} finite logit{'s' * (task.num_outputs > 1)}"
-        raise InputError(f"{path}: must hold {logit} for each of its {len(ids)} ids, found {found}. {remedy}")
+        expected = f"{C} finite logit{'s' * (C > 1)}"
+        raise InputError(f"{path}: must have {expected} for each of its {len(ids)} ids, found {found}. {remedy}")
     if repeated := len(ids) - len(set(ids)):
         raise InputError(f"{path}: ids must be unique, found {repeated} of {len(ids)} repeated. {remedy}")
     if labels is not None and labels.shape != (len(ids),):
         raise InputError(f"{path}: must have a label for each of {len(ids)} ids, found {labels.size}. {remedy}")
-    return Predictions(ids, logits, task.decode(torch.from_numpy(logits)).numpy(), labels)
+    return Predictions(ids, logits, task.predicts.decode(torch.from_numpy(logits)).numpy(), labels)
 
 
 class PredictionFile(NamedTuple):
@@ -133,65 +135,62 @@ class PredictionFile(NamedTuple):
     split: str  # dev or test
 
 
-# The handout's list: Part 1's eight files, Part 2's six.
-PREDICTION_FILES = {
+# The files that the handout asks for: eight in Part 1, six in Part 2.
+PART_1_FILES = {
     f"{option}-{name}-{split}-out.csv": PredictionFile("1", TASKS[name], split)
     for option in ("pretrain", "finetune")
     for name in ("sst", "cfimdb")
     for split in ("dev", "test")
-} | {
-    f"{name}-{split}-output.csv": PredictionFile("2", TASKS[name], split)
-    for name in ("sst", "para", "sts")
+}
+PART_2_FILES = {
+    f"{task.name}-{split}-output.csv": PredictionFile("2", task, split)
+    for task in (SST, PARA, STS)
     for split in ("dev", "test")
 }
-DEV_FILES = {name: file.task for name, file in PREDICTION_FILES.items() if file.split == "dev"}
+PREDICTION_FILES = PART_1_FILES | PART_2_FILES
 
-# An id may hold anything, a comma too: the value is what follows the last ` , `.
+
+def dev_files() -> dict[str, PredictionFile]:
+    """The dev files that the scripts write, by name: those of the handout, and Part 2's of every other task."""
+    others = {f"{task.name}-dev-output.csv": PredictionFile("2", task, "dev") for task in TASKS.values()}
+    return {name: file for name, file in (PREDICTION_FILES | others).items() if file.split == "dev"}
+
+
+# An id may contain anything, even a comma: the value is what follows the last ` , `.
 ROW = re.compile(r"(?P<id>.+) , (?P<value>[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?) ", re.ASCII | re.IGNORECASE)
 
 
-def read_predictions(path: Path, task: Task) -> dict[str, float]:
-    """id -> value of a prediction file; anything but the starter's format is an error that names the line."""
-    found, problems = _parse_predictions(path, task)
-    _raise_first(problems)
-    return found
-
-
-def compare_ids(path: Path, found: Iterable[str], data: Path, expected: Iterable[str]) -> None:
-    """Every id of the data file exactly once, and no other."""
-    _raise_first(_id_problems(path, found, data, expected))
-
-
 def check_file(path: Path, task: Task, data: Path, *, labeled: bool) -> tuple[float | None, list[str]]:
-    """(score, problems): all that is wrong with a prediction file, a line each; a score where labels tell one."""
+    """The score of a prediction file, if there are labels, and all its problems, one line each."""
     problems: list[str] = []
-    examples = found = None
+    examples = values = None
     try:
         examples = read_examples(task, [data], labeled=labeled)
     except InputError as error:
         problems.append(str(error))
     try:
-        found, in_file = _parse_predictions(path, task)
+        values, in_file = _parse_predictions(path, task)
         problems += in_file
     except InputError as error:
         problems.append(str(error))
-    if examples is not None and found is not None:
+    if examples is not None and values is not None:
         for row in examples.skipped:
             warn(f"{row}. Skipped, so no prediction is expected.")
-        problems += _id_problems(path, found, data, examples.ids)
+        problems += _id_problems(path, set(values), data, set(examples.ids))
     if problems or not labeled:
         return None, problems
-    return task.score(np.array([found[i] for i in examples.ids]), np.array(examples.labels)), []
+    return task.predicts.score(np.array([values[i] for i in examples.ids]), np.array(examples.labels)), []
 
 
 def score_file(path: Path, task: Task, data: Path) -> float:
     value, problems = check_file(path, task, data, labeled=True)
-    _raise_first(problems)
+    if problems:
+        raise InputError(problems[0])
     return value
 
 
 def _parse_predictions(path: Path, task: Task) -> tuple[dict[str, float], list[str]]:
-    """id -> value, and what is wrong, one line for each kind of mistake: a file can have thousands of one kind."""
+    """The value of each id, and one line per kind of mistake: a file can have thousands of one kind."""
     try:
         text = path.read_bytes().decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -207,7 +206,7 @@ def _parse_predictions(path: Path, task: Task) -> tuple[dict[str, float], list[s
         rows.pop()
     else:
         problems["end"].append(f"{path} line {len(rows) + 1}: must end in a newline, found the end of the file")
-    found: dict[str, float] = {}
+    values: dict[str, float] = {}
     places: dict[str, int] = {}
     for line, row in enumerate(rows, start=2):
         place = f"{path} line {line}"
@@ -218,15 +217,14 @@ def _parse_predictions(path: Path, task: Task) -> tuple[dict[str, float], list[s
         identifier = parts["id"].strip().lower()  # as the data files' ids are read
         if identifier in places:
             other = places[identifier]
-            problems["twice"].append(f"{place}: ids must be unique, {identifier!r} stands in line {other} too")
-        if task.kind != "number":
-            try:
-                task.parse_label(parts["value"])
-            except ValueError as error:
-                problems["value"].append(f"{place}: the prediction {error}")
+            problems["twice"].append(f"{place}: ids must be unique, {identifier!r} is in line {other} too")
+        try:
+            task.predicts.parse_prediction(parts["value"])
+        except ValueError as error:
+            problems["value"].append(f"{place}: the prediction {error}")
         places[identifier] = line
-        found[identifier] = float(parts["value"])
-    return found, [_summary(lines) for lines in problems.values() if lines]
+        values[identifier] = float(parts["value"])
+    return values, [_summary(lines) for lines in problems.values() if lines]
 
 
 def _summary(problems: list[str]) -> str:
@@ -234,8 +232,7 @@ def _summary(problems: list[str]) -> str:
     return f"{problems[0]}{more}. Predict again."
 
 
-def _id_problems(path: Path, found: Iterable[str], data: Path, expected: Iterable[str]) -> list[str]:
-    found, expected = set(found), set(expected)
+def _id_problems(path: Path, found: set[str], data: Path, expected: set[str]) -> list[str]:
     return [
         f"{path}: must have every id of {data} exactly once and no other; {len(ids)} {which}, such as {min(ids)}. "
         "Predict again with this data."
@@ -244,19 +241,14 @@ def _id_problems(path: Path, found: Iterable[str], data: Path, expected: Iterabl
     ]
 
 
-def _raise_first(problems: list[str]) -> None:
-    if problems:
-        raise InputError(problems[0])
-
-
-# --- the starter's functions, in the order of 2024 --------------------------------------------------------------------
+# --- the starter's functions, with results in the order of 2024 -------------------------------------------------------
 
 
 def model_eval_sst(dataloader: Iterable[dict[str, Any]], model: Any, device: torch.device) -> tuple:
     """(accuracy, macro F1, predictions, labels, sentences, ids)"""
     values, ids, labels, sentences = _run(dataloader, model, device, "sst", ("sent_ids", "labels", "sents"))
     scored = np.array(values), np.array(labels)
-    return TASKS["sst"].score(*scored), macro_f1(*scored), values, labels, sentences, ids
+    return SST.predicts.score(*scored), macro_f1(*scored), values, labels, sentences, ids
 
 
 def model_eval_multitask(
@@ -271,7 +263,7 @@ def model_eval_multitask(
     loaders = {"sst": sentiment_dataloader, "para": paraphrase_dataloader, "sts": sts_dataloader}
     for name, loader in loaders.items():
         values, ids, labels = _run(loader, model, device, name, ("sent_ids", "labels"))
-        results += [TASKS[name].score(np.array(values), np.array(labels)), values, ids]
+        results += [TASKS[name].predicts.score(np.array(values), np.array(labels)), values, ids]
     return tuple(results)
 
 
@@ -292,18 +284,18 @@ def model_eval_test_multitask(
 
 def macro_f1(values: np.ndarray, labels: np.ndarray) -> float:
     """The mean over the classes of 2 TP / (2 TP + FP + FN)."""
-    found = []
+    scores = []
     for c in np.union1d(values, labels):
         hits = np.sum((values == c) & (labels == c))
-        found.append(2 * hits / (np.sum(values == c) + np.sum(labels == c)))
-    return float(np.mean(found))
+        scores.append(2 * hits / (np.sum(values == c) + np.sum(labels == c)))
+    return float(np.mean(scores))
 
 
 @torch.no_grad()
 def _run(
     loader: Iterable[dict[str, Any]], model: Any, device: torch.device, name: str, keys: tuple[str, ...]
 ) -> list[list[Any]]:
-    """Predictions by the model's predict_<task>, in the order of the loader, then the batches' entries under keys."""
+    """The predictions of the model's predict_<task> in the order of the loader, then the entries under `keys`."""
     model.eval()
     ask = {"sst": "predict_sentiment", "para": "predict_paraphrase", "sts": "predict_similarity"}[name]
     suffixes = ("",) if name == "sst" else ("_1", "_2")
@@ -311,7 +303,7 @@ def _run(
     others: list[list[Any]] = [[] for _ in keys]
     for batch in tqdm(loader, desc=name, leave=False, disable=None):
         inputs = [batch[f"{key}{suffix}"].to(device) for suffix in suffixes for key in ("token_ids", "attention_mask")]
-        values += list(TASKS[name].decode(getattr(model, ask)(*inputs)).cpu().numpy())
+        values += list(TASKS[name].predicts.decode(getattr(model, ask)(*inputs)).cpu().numpy())
         for kept, key in zip(others, keys, strict=True):
             kept += batch[key].tolist() if isinstance(batch[key], Tensor) else batch[key]
     return [values, *others]
@@ -320,30 +312,46 @@ def _run(
 # --- script -----------------------------------------------------------------------------------------------------------
 
 
-def get_args() -> argparse.Namespace:
-    parser = ArgumentParser(prog="evaluation.py", description="Scores the dev prediction files of a directory.")
-    parser.add_argument("predictions", type=Path, nargs="?", default=Path("predictions"), help="their directory")
-    parser.add_argument("--data", type=Path, default=Path("data"), help="directory with the labels: the course's files")
-    return parser.parse_args()
+def get_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = ArgumentParser(
+        "evaluation.py",
+        "Score the dev prediction files of a directory.",
+        "python evaluation.py predictions/ --data data/sample",
+        usage="[DIRECTORY] [--data DIRECTORY]",
+        sections=("files",),
+    )
+    add = parser.section("files")
+    add("predictions", type=Path, nargs="?", default=Path("predictions"), needs=ALWAYS, help="directory to score")
+    add(
+        "--data",
+        type=Path,
+        default=Path("data"),
+        needs=ALWAYS,
+        help="directory with the labeled files",
+    )
+    return parser.parse(argv)
 
 
 def print_scores(scores: dict[str, float]) -> None:
-    """The scores by file name; those of Part 2 together as well."""
+    """Print the score of each file, and those of Part 2 together as well."""
+    files = dev_files()
     for name, value in scores.items():
         print(f"{name:28} {value:.4f}")
-    part2 = {DEV_FILES[name].name: value for name, value in scores.items() if PREDICTION_FILES[name].part == "2"}
+    part2 = {files[name].task.name: value for name, value in scores.items() if files[name].part == "2"}
     if part2:
         print(score_line(part2))
-    if 0 < len(part2) < 3:
-        warn(f"only {len(part2)} of the three files of Part 2 found.")
+    wanted = [file.task.name for file in PART_2_FILES.values() if file.split == "dev"]
+    missing = [name for name in wanted if name not in part2]
+    if part2 and missing:
+        warn(f"no dev file of {', '.join(missing)} found, so the overall score is not the leaderboard's.")
 
 
 def main() -> None:
     args = get_args()
-    there = {name: task for name, task in DEV_FILES.items() if (args.predictions / name).is_file()}
-    if not there:
-        raise InputError(f"{args.predictions}: must hold one of {', '.join(DEV_FILES)}; found none. Train first.")
-    print_scores({n: score_file(args.predictions / n, t, args.data / t.filename("dev")) for n, t in there.items()})
+    files = {name: file.task for name, file in dev_files().items() if (args.predictions / name).is_file()}
+    if not files:
+        raise InputError(f"{args.predictions}: must have one of {', '.join(dev_files())}; found none. Train first.")
+    print_scores({n: score_file(args.predictions / n, t, args.data / t.filename("dev")) for n, t in files.items()})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""From hidden states to logits: POOLERS make one vector of a sentence, HEADS make logits of one vector or of two.
+"""Poolers turn hidden states into one vector per sentence; heads turn one or two vectors into logits.
+
+Student papers are cited by their authors; recipes/README.md lists them.
 
 Shapes:  B batch   R sentences of a batch: B, or 2B for bi-encoded pairs   T tokens   H hidden size   C outputs
 """
@@ -12,15 +14,16 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from kernels import dropout
+from tasks import Category, Number, Probability, Target, Task
 from utils import InputError
 
 # --- poolers: hidden states (R, T, H), mask (R, T) -> (R, H) ----------------------------------------------------------
 
 
 class Pooler(nn.Module):
-    """One vector of a sentence. Padding has no influence: a row gives the same vector in any batch (TRAPS 8)."""
+    """One vector per sentence. Padding has no influence: a row has one vector in any batch (docs/PITFALLS.md, 8)."""
 
-    own_parameters: ClassVar[bool] = False  # if it has none, a frozen encoder's vectors can be computed once and kept
+    own_parameters: ClassVar[bool] = False  # without any, a frozen encoder's vectors can be stored
 
     def __init__(self, bert: nn.Module):
         super().__init__()
@@ -30,11 +33,11 @@ class Pooler(nn.Module):
 
 
 class BertPooler(Pooler):
-    """tanh(W h_[CLS] + b) with the checkpoint's own dense layer, which stays the encoder's (Devlin et al. 2019)."""
+    """tanh(W h_[CLS] + b) with the checkpoint's dense layer, which remains part of the encoder (Devlin et al. 2019)."""
 
     def __init__(self, bert: nn.Module):
         super().__init__(bert)
-        self.encoder = (bert,)  # within a tuple, so that its parameters are not registered a second time
+        self.encoder = (bert,)  # in a tuple, so that its parameters are not registered twice
 
     def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
         (bert,) = self.encoder
@@ -42,14 +45,14 @@ class BertPooler(Pooler):
 
 
 class ClsPooler(Pooler):
-    """The last hidden state of [CLS], as it is."""
+    """The last hidden state of [CLS], unchanged."""
 
     def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
         return hidden[:, 0]
 
 
 class MeanPooler(Pooler):
-    """The mean over the real tokens, [CLS] and [SEP] among them (Reimers & Gurevych 2019, arXiv:1908.10084)."""
+    """The mean over the real tokens, including [CLS] and [SEP] (Reimers & Gurevych 2019, arXiv:1908.10084)."""
 
     def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
         mask = mask.to(torch.promote_types(hidden.dtype, torch.float32))  # bfloat16 counts to 256
@@ -67,8 +70,8 @@ class MaxPooler(Pooler):
 class AttentionPooler(Pooler):
     """sum_t a_t h_t with a = softmax(h q / sqrt(H)) over the real tokens and a learned query q.
 
-    The word attention of Yang et al. 2016 (NAACL, Hierarchical Attention Networks). Deviations: scaled, and without
-    their hidden layer in front of the query. q starts at zero, so training starts from the mean.
+    The word attention of Yang et al. 2016 (NAACL, Hierarchical Attention Networks). Deviations: the scores are scaled,
+    and there is no hidden layer before the query. q starts at zero, so training starts from the mean.
     """
 
     own_parameters = True
@@ -84,9 +87,10 @@ class AttentionPooler(Pooler):
 
 
 class BiGRUPooler(Pooler):
-    """Last states of a GRU read forward and of one read backward, H/2 wide each, joined; over the real tokens only.
+    """The concatenated last states of a forward and a backward GRU, H/2 wide each, over the real tokens only.
 
-    Paper 002 (sentiment); Ranasinghe et al. 2019, RANLP (similarity). Padding must follow the real tokens.
+    Tlemcani & Sohn, "MinBERT and Downstream Tasks" (sentiment); Ranasinghe et al. 2019, RANLP (similarity). Padding
+    must follow the real tokens.
     """
 
     own_parameters = True
@@ -95,13 +99,13 @@ class BiGRUPooler(Pooler):
         super().__init__(bert)
         H = bert.config.hidden_size
         if H % 2:
-            raise InputError(f"bigru pooling needs an even hidden size, found {H}. Choose another pooling.")
+            raise InputError(f"bigru pooling needs an even hidden size, found {H}. Use --pooling mean.")
         self.gru = nn.GRU(H, H // 2, batch_first=True, bidirectional=True)
 
     def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
         lengths = mask.sum(dim=1).cpu()  # torch packs by lengths on the CPU
         packed = pack_padded_sequence(hidden, lengths, batch_first=True, enforce_sorted=False)
-        _, last = self.gru(packed)  # (2, R, H/2), in the rows' own order
+        _, last = self.gru(packed)  # (2, R, H/2), in the order of the rows
         return torch.cat([last[0], last[1]], dim=1)
 
 
@@ -121,21 +125,21 @@ def build_pooler(name: str, bert: nn.Module) -> Pooler:
 
 # --- heads: one vector (B, H), or two -> logits (B, C) ----------------------------------------------------------------
 
-CATEGORY, PROBABILITY, NUMBER = "category", "probability", "number"  # Task.kind
-HIGHEST = 5.0  # similarities are graded from 0 to 5
-
 
 class Head(nn.Module):
-    """Dropout, then logits. vectors: 1 for a sentence or a joined pair, 2 for a bi-encoded pair."""
+    """Dropout, then logits.
+
+    vectors: 1 for a sentence or a joined pair, 2 for a bi-encoded pair. target: what the task predicts.
+    """
 
     needs_pair: ClassVar[bool] = False
-    own_parameters: ClassVar[bool] = True  # if it has none, something below it has to be trained
-    works_untrained: ClassVar[bool] = False  # whether its scores mean something where only the vectors are trained
-    kinds: ClassVar[tuple[str, ...]] = (CATEGORY, PROBABILITY, NUMBER)  # of task that its output range suits
+    own_parameters: ClassVar[bool] = True  # without any, something below the head has to be trained
+    works_untrained: ClassVar[bool] = False  # whether its scores mean something if only the vectors are trained
+    fits: ClassVar[tuple[type[Target], ...]] = (Category, Probability, Number)  # what it can predict
 
-    def __init__(self, H: int, vectors: int, outputs: int, dropout: float, kind: str | None = None):
+    def __init__(self, H: int, vectors: int, target: Target, dropout: float):
         super().__init__()
-        self.p = dropout
+        self.target, self.p = target, dropout
 
     def drop(self, x: Tensor) -> Tensor:
         return dropout(x, self.p, self.training)
@@ -148,13 +152,13 @@ class Head(nn.Module):
 
 
 class Linear(Head):
-    """W [u; v] + b. Any real number. The handout's baseline and that of all four papers."""
+    """W [u; v] + b. Any real number. The baseline of the handout and of all four student papers."""
 
-    features: ClassVar[int | None] = None  # vectors that the layer sees side by side; None: just those that come in
+    features: ClassVar[int | None] = None  # vectors that the layer sees side by side; None: those that come in
 
-    def __init__(self, H: int, vectors: int, outputs: int, dropout: float, kind: str | None = None):
-        super().__init__(H, vectors, outputs, dropout, kind)
-        self.linear = nn.Linear((self.features or vectors) * H, outputs)
+    def __init__(self, H: int, vectors: int, target: Target, dropout: float):
+        super().__init__(H, vectors, target, dropout)
+        self.linear = nn.Linear((self.features or vectors) * H, target.num_logits)
 
     def join(self, *vectors: Tensor) -> Tensor:
         return torch.cat(vectors, dim=1)
@@ -164,7 +168,7 @@ class Linear(Head):
 
 
 class Siamese(Linear):
-    """W [u; v; |u - v|] + b. Any real number. Reimers & Gurevych 2019 (arXiv:1908.10084), section 3; paper 000."""
+    """W [u; v; |u - v|] + b. Any real number. Reimers & Gurevych 2019 (arXiv:1908.10084), section 3; Hicks & Liu."""
 
     needs_pair, features = True, 3
 
@@ -182,45 +186,49 @@ class SBert(Linear):
 
 
 class MLP(Head):
-    """W2 gelu(W1 [u; v] + b1) + b2, H wide inside, dropout before each layer. Any real number. Paper 002."""
+    """W2 gelu(W1 [u; v] + b1) + b2, H wide inside, dropout before each layer. Any real number. Tlemcani & Sohn."""
 
-    def __init__(self, H: int, vectors: int, outputs: int, dropout: float, kind: str | None = None):
-        super().__init__(H, vectors, outputs, dropout, kind)
+    def __init__(self, H: int, vectors: int, target: Target, dropout: float):
+        super().__init__(H, vectors, target, dropout)
         self.inner = nn.Linear(vectors * H, H)
-        self.outer = nn.Linear(H, outputs)
+        self.outer = nn.Linear(H, target.num_logits)
 
     def forward(self, *vectors: Tensor) -> Tensor:
         return self.outer(self.drop(F.gelu(self.inner(self.drop(torch.cat(vectors, dim=1))))))
 
 
 class Sigmoid(Linear):
-    """5 sigmoid(W [u; v] + b). Range (0, 5), so for numbers only. Paper 000, on the similarity head."""
+    """low + (high - low) sigmoid(W [u; v] + b): the target's range, so for numbers only. Hicks & Liu."""
 
-    kinds = (NUMBER,)
+    fits = (Number,)
 
     def forward(self, *vectors: Tensor) -> Tensor:
-        return HIGHEST * super().forward(*vectors).sigmoid()
+        return self.target.low + self.target.range * super().forward(*vectors).sigmoid()
 
 
 class ScaledLinear(Linear):
-    """5 (W [u; v] + b). Any real number; 0 to 5 where W [u; v] + b is 0 to 1. Paper 004, section 4.4, iteration 1."""
+    """low + (high - low) (W [u; v] + b): any real number, low to high if W [u; v] + b lies between 0 and 1.
 
-    kinds = (NUMBER,)
+    Ramos & Dalmia, section 4.4, iteration 1.
+    """
+
+    fits = (Number,)
 
     def forward(self, *vectors: Tensor) -> Tensor:
-        return HIGHEST * super().forward(*vectors)
+        return self.target.low + self.target.range * super().forward(*vectors)
 
 
 class Cosine(Head):
-    """cos(u, v). Range [-1, 1]. Paper 004, section 4.4, iteration 2.
+    """cos(u, v). Range [-1, 1]. Ramos & Dalmia, section 4.4, iteration 2.
 
-    For numbers only: as a logit its sigmoid stays within [.27, .73], and above one half for nearly every pair (TRAPS
-    27); cosine_affine is for that. Pearson's correlation does not mind the scale, but mse against labels of 0 to 5
-    does: it drives nearly every pair towards a cosine of 1. cosine_relu, siamese_cosine and cosine_affine reach 5.
+    For numbers only: as a logit, its sigmoid would stay within [.27, .73], above one half for nearly every pair
+    (docs/PITFALLS.md, 27); use cosine_affine for that. Pearson's correlation ignores the scale, but the squared error
+    against labels from 0 to 5 does not: it pushes nearly every pair towards a cosine of 1. cosine_relu, siamese_cosine
+    and cosine_affine cover the whole range.
     """
 
     needs_pair, own_parameters, works_untrained = True, False, True
-    kinds = (NUMBER,)
+    fits = (Number,)
 
     def cosine(self, u: Tensor, v: Tensor) -> Tensor:
         """(B, H), (B, H) -> (B, 1), in float32 at least: bfloat16 has three digits between 0.5 and 1."""
@@ -232,21 +240,20 @@ class Cosine(Head):
 
 
 class CosineAffine(Cosine):
-    """a cos(u, v) + b, a and b learned. Range [b - a, b + a]. The remedy of TRAPS 27.
+    """a cos(u, v) + b with learned a and b. Range [b - a, b + a]. The remedy for docs/PITFALLS.md, 27.
 
-    A number starts as 5 cos, a logit as 10 (cos - 0.75): BERT's cosines are nearly all positive, so the even chance has
-    to lie high. a and b move by about the learning rate a step: at the encoder's 1e-5 they all but stand still and the
-    encoder does the work; --head_lr 1e-3 lets them learn. Under mnrl, cosent or cosine_embedding alone they stay as
-    they start: a pair whose cosine is above 0.75 is a paraphrase.
+    A number starts as low + (high - low) cos, a logit as 10 (cos - 0.75). a and b change by about the learning rate per
+    step: at the encoder's 1e-5 they hardly move and the encoder does the work; --head_lr 1e-3 lets them learn. Under
+    mnrl, cosent or cosine_embedding alone they keep their start values: a pair whose cosine is above 0.75 counts as a
+    paraphrase.
     """
 
     own_parameters = True
-    kinds = (PROBABILITY, NUMBER)
-    START: ClassVar = {PROBABILITY: (10.0, -7.5), NUMBER: (HIGHEST, 0.0)}
+    fits = (Probability, Number)
 
-    def __init__(self, H: int, vectors: int, outputs: int, dropout: float, kind: str | None = None):
-        super().__init__(H, vectors, outputs, dropout, kind)
-        scale, offset = self.START[kind or NUMBER]
+    def __init__(self, H: int, vectors: int, target: Target, dropout: float):
+        super().__init__(H, vectors, target, dropout)
+        scale, offset = target.cosine_scale
         self.scale = nn.Parameter(torch.tensor(scale))
         self.offset = nn.Parameter(torch.tensor(offset))
 
@@ -255,28 +262,31 @@ class CosineAffine(Cosine):
 
 
 class CosineReLU(Cosine):
-    """5 relu(cos(u, v)). Range [0, 5]; no gradient where cos is negative. Paper 004, section 4.4, iteration 3."""
+    """low + (high - low) relu(cos(u, v)). Range [low, high]; no gradient where the cosine is negative.
+
+    Ramos & Dalmia, section 4.4, iteration 3.
+    """
 
     def forward(self, u: Tensor, v: Tensor) -> Tensor:
-        return HIGHEST * super().forward(u, v).relu()
+        return self.target.low + self.target.range * super().forward(u, v).relu()
 
 
 class SiameseCosine(Cosine):
-    """(cos(W u + b, W v + b) + 1) 5/2, with one W (H, H) for both. Range [0, 5].
+    """low + (high - low) / 2 (cos(W u + b, W v + b) + 1), with one W (H, H) for both. Range [low, high].
 
-    Paper 000, on the similarity head; paper 002, section 3.3, second approach ("siamese linear layers", the cosine
-    normalized and multiplied by 5).
+    Hicks & Liu, for sts; Tlemcani & Sohn, section 3.3, second approach ("siamese linear layers", the cosine normalized
+    and multiplied by 5).
     """
 
     own_parameters, works_untrained = True, False
 
-    def __init__(self, H: int, vectors: int, outputs: int, dropout: float, kind: str | None = None):
-        super().__init__(H, vectors, outputs, dropout, kind)
+    def __init__(self, H: int, vectors: int, target: Target, dropout: float):
+        super().__init__(H, vectors, target, dropout)
         self.linear = nn.Linear(H, H)
 
     def forward(self, u: Tensor, v: Tensor) -> Tensor:
         cosine = self.cosine(self.linear(self.drop(u)), self.linear(self.drop(v)))
-        return (cosine + 1) * (HIGHEST / 2)
+        return self.target.low + (cosine + 1) * (self.target.range / 2)
 
 
 HEADS: dict[str, type[Head]] = {
@@ -293,14 +303,24 @@ HEADS: dict[str, type[Head]] = {
 }
 
 
-def build_head(name: str, H: int, vectors: int, outputs: int, dropout: float, kind: str | None = None) -> Head:
-    """kind: the task's; where it is given, a head whose range does not suit it is refused."""
-    head = HEADS[name]
-    if head.needs_pair and vectors != 2:
-        raise InputError(f"head {name} needs two vectors, found {vectors}. Use bi pairing, or head linear.")
-    if kind is not None and kind not in head.kinds:
-        rule = " or ".join(f"a {k}" for k in head.kinds)
-        raise InputError(f"head {name} is for {rule}, found a task whose output is a {kind}. Use head linear.")
-    if CATEGORY not in head.kinds and outputs != 1:
-        raise InputError(f"head {name} gives one output, found a task with {outputs}. Use head linear.")
-    return head(H, vectors, outputs, dropout, kind)
+def check_head(name: str, task: Task, vectors: int, flag: str = "--head") -> None:
+    """Refuse a head that does not fit the task. vectors: how many of them the task's pairing gives a head.
+
+    flag: the name of the flag, for the message.
+    """
+    head, remedy = HEADS[name], f"Use {flag} linear or mlp."
+    if head.needs_pair and not task.is_pair:
+        raise InputError(f"{flag} {name} compares two sentences, but {task.name} has one. {remedy}")
+    if head.needs_pair and vectors == 1:
+        raise InputError(
+            f"{flag} {name} compares two vectors, but cross pairing makes one vector per pair. {remedy} "
+            f"Or use --{task.name}_pairing bi."
+        )
+    if not isinstance(task.predicts, head.fits):
+        nouns = " or a ".join(target.noun for target in head.fits)
+        raise InputError(f"{flag} {name} predicts a {nouns}, but {task.name} needs a {task.predicts.noun}. {remedy}")
+
+
+def build_head(name: str, H: int, vectors: int, task: Task, dropout: float) -> Head:
+    check_head(name, task, vectors)
+    return HEADS[name](H, vectors, task.predicts, dropout)

@@ -1,81 +1,62 @@
-"""The loops that stock torch runs slowly on a CPU, written out element by element and compiled by numba.
+"""CPU kernels, compiled by numba, for operations that are slow in stock torch.
 
-`adamw` makes the whole optimizer update in one pass over memory. `dropout` draws its mask from a hash of the element's
-index, so that drawing runs on all cores, needs no stored mask, and gives the same mask on any number of threads.
-`gramian` and `weighted_sum` read the tasks' gradients once each, whatever the number of tasks. All are compiled for the
-machine at first use and kept in numba's cache. On CUDA none is used.
+`adamw` does the whole optimizer update in one pass over memory. `dropout` computes its mask from a hash of each
+element's index, so it runs on all cores, stores no mask, and gives the same mask on any number of threads. `gramian`
+and `weighted_sum` each read the tasks' gradients once, whatever the number of tasks. Every kernel is compiled for the
+machine at first use and kept in numba's cache. None is used on CUDA.
 """
 
 from collections.abc import Sequence
+from types import ModuleType
 
-import numba
 import numpy as np
 import torch
 from torch import Tensor
 
-GOLDEN = 0x9E3779B9  # 2^32 / golden ratio: spreads consecutive indices over the 32-bit range
-ROUND_1, ROUND_2 = 0x7FEB352D, 0x846CA68B  # multipliers of the hash prospector's "lowbias32"
 
+def _loops() -> ModuleType:
+    """The compiled loops, with as many threads as torch uses, so that one setting controls both.
 
-def _match_threads() -> None:
-    """Numba uses as many threads as torch was told to use, so that one setting governs both."""
+    They are imported at first use, because numba takes a while to load.
+    """
+    import numba
+
+    import loops
+
     wanted = torch.get_num_threads()
     numba.set_num_threads(min(wanted, numba.config.NUMBA_NUM_THREADS))
-    if torch.get_num_threads() != wanted:  # numba's first start resets OpenMP's number of threads, which is torch's too
+    if torch.get_num_threads() != wanted:  # numba's first launch resets the OpenMP thread count that torch shares
         torch.set_num_threads(wanted)
+    return loops
 
 
 def runs_here(*tensors: Tensor) -> bool:
-    """Whether this file's code serves these tensors: dense float32 on the CPU, outside torch.compile."""
+    """Whether the kernels support these tensors: dense float32 on the CPU, outside torch.compile."""
     usable = all(t.device.type == "cpu" and t.dtype == torch.float32 and t.is_contiguous() for t in tensors)
     return usable and not torch.compiler.is_compiling()
-
-
-@numba.njit(parallel=True, fastmath={"contract"}, error_model="numpy", cache=True)
-def _adamw_loop(theta, grad, m, v, beta1, rest1, beta2, rest2, alpha_t, eps, decay):
-    for i in numba.prange(theta.size):
-        g = grad[i]
-        m[i] = beta1 * m[i] + rest1 * g
-        v[i] = beta2 * v[i] + rest2 * g * g
-        theta[i] -= alpha_t * m[i] / (np.sqrt(v[i]) + eps) + decay * theta[i]
 
 
 def adamw(
     theta: Tensor, grad: Tensor, m: Tensor, v: Tensor,
     beta1: float, beta2: float, alpha_t: float, eps: float, decay: float,
 ) -> None:  # fmt: skip
-    """One AdamW update in place: theta <- theta - (alpha_t m / (sqrt(v) + eps) + decay theta)."""
-    _match_threads()
+    """Do one AdamW update in place: theta <- theta - (alpha_t m / (sqrt(v) + eps) + decay theta)."""
     arrays = (t.detach().view(-1).numpy() for t in (theta, grad, m, v))
-    # 1 - beta is taken in float64: 1 - float32(0.999) would be off by a hundred-thousandth
+    # 1 - beta is computed in float64: 1 - float32(0.999) has a relative error of 1e-5
     scalars = (beta1, 1 - beta1, beta2, 1 - beta2, alpha_t, eps, decay)
-    _adamw_loop(*arrays, *map(np.float32, scalars))
-
-
-@numba.njit(parallel=True, fastmath={"contract"}, error_model="numpy", cache=True)
-def _dropout_loop(x, out, key1, key2, threshold, scale):
-    for i in numba.prange(x.size):
-        h = np.uint32(np.uint32(i) * np.uint32(GOLDEN) + key1)  # numba widens every product: cut back to 32 bits
-        h = np.uint32((h ^ (h >> np.uint32(16))) * np.uint32(ROUND_1))
-        h = np.uint32((h ^ (h >> np.uint32(15))) * np.uint32(ROUND_2))
-        h = np.uint32((h ^ (h >> np.uint32(16))) + key2)
-        h = np.uint32((h ^ (h >> np.uint32(16))) * np.uint32(ROUND_1))  # a second round, or like keys give like masks
-        h = np.uint32((h ^ (h >> np.uint32(15))) * np.uint32(ROUND_2))
-        h = h ^ (h >> np.uint32(16))
-        out[i] = x[i] * scale if h >= threshold else np.float32(0)
+    _loops().adamw(*arrays, *map(np.float32, scalars))
 
 
 class _Dropout(torch.autograd.Function):
-    """y = x * mask / (1 - p), mask a function of (seed, index): the backward pass computes it again."""
+    """y = x * mask / (1 - p). The mask is a function of (seed, index), so the backward pass recomputes it."""
 
     @staticmethod
     def forward(ctx, x: Tensor, p: float, seed: int) -> Tensor:
         ctx.p, ctx.seed = p, seed
-        _match_threads()
         out = torch.empty_like(x)
         keys = np.uint32(seed & 0xFFFFFFFF), np.uint32(seed >> 32)
         flat = (t.detach().view(-1).numpy() for t in (x, out))
-        _dropout_loop(*flat, *keys, np.uint32(round(p * 2**32)), np.float32(1 / (1 - p)))
+        _loops().dropout(*flat, *keys, np.uint32(round(p * 2**32)), np.float32(1 / (1 - p)))
         return out
 
     @staticmethod
@@ -84,7 +65,7 @@ class _Dropout(torch.autograd.Function):
 
 
 def dropout(x: Tensor, p: float, training: bool) -> Tensor:
-    """Inverted dropout (Srivastava et al. 2014); each call takes one seed from torch's global generator."""
+    """Inverted dropout (Srivastava et al. 2014). Each call draws one seed from torch's global generator."""
     if not training or p == 0:
         return x
     if p < 1 and runs_here(x := x.contiguous()):
@@ -93,7 +74,7 @@ def dropout(x: Tensor, p: float, training: bool) -> Tensor:
 
 
 class _Lookup(torch.autograd.Function):
-    """Rows of an embedding matrix. Most rows of its gradient are zero, and fresh memory for them is never written."""
+    """Rows of an embedding matrix. Most rows of its gradient are zero; those are never written to."""
 
     @staticmethod
     def forward(ctx, weight: Tensor, ids: Tensor, padding_id: int) -> Tensor:
@@ -105,7 +86,7 @@ class _Lookup(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
         (ids,) = ctx.saved_tensors
-        # NumPy asks for huge pages: minilm's 47 MB cost 24 page faults at the most, instead of 11,000 with torch.zeros.
+        # NumPy requests huge pages: minilm's 47 MB cost at most 24 page faults, instead of 11,000 with torch.zeros.
         dense = torch.from_numpy(np.zeros(ctx.shape, dtype=np.float32))
         dense.index_add_(0, ids.flatten(), grad.flatten(0, -2))
         dense[ctx.padding_id] = 0
@@ -119,72 +100,38 @@ def lookup(weight: Tensor, ids: Tensor, padding_id: int) -> Tensor:
     return torch.nn.functional.embedding(ids, weight, padding_idx=padding_id)
 
 
-BLOCK = 2048  # elements: those of three gradients fill 24 KB, so that all six products find them in the L1 cache
-
-
-# reassoc lets the sums run in vector registers; infinities and NaNs stay what they are
-@numba.njit(parallel=True, fastmath={"contract", "reassoc"}, error_model="numpy", cache=True)
-def _gramian_loop(vectors, products):
-    for block in numba.prange(products.shape[0]):
-        start = block * BLOCK
-        stop = min(start + BLOCK, vectors[0].size)
-        for i in range(len(vectors)):
-            for j in range(i + 1):
-                x, y = vectors[i][start:stop], vectors[j][start:stop]
-                total = 0.0
-                for e in range(x.size):
-                    total += np.float64(x[e]) * np.float64(y[e])
-                products[block, i, j] = products[block, j, i] = total
-
-
 def gramian(vectors: Sequence[Tensor]) -> tuple[Tensor, np.ndarray | None]:
-    """Inner products of K tensors of one shape, as a (K, K) float64 tensor on their device; and where they are zero.
+    """Return the inner products of K tensors of one shape, and which blocks are zero in all of them.
 
-    Each block's products are summed in float64, which holds the square of any float32, then the blocks' sums in their
-    order: the result does not depend on the number of threads. Second: which blocks are zero in all K tensors, for
-    weighted_sum to pass over, as most of a word embedding's gradient is; None off the kernel.
+    First: (K, K), float64, on the tensors' device. Products are summed in float64, which holds the square of any
+    float32, first within each block and then over the blocks in order, so the result does not depend on the number of
+    threads. Second: a Boolean for each block, which lets weighted_sum skip the zero blocks (most of a word embedding's
+    gradient); None if the compiled kernel was not used.
     """
     if runs_here(*vectors):
-        _match_threads()
-        blocks = -(-vectors[0].numel() // BLOCK)
+        loops = _loops()
+        blocks = -(-vectors[0].numel() // loops.BLOCK)
         products = np.empty((blocks, len(vectors), len(vectors)))
-        _gramian_loop(tuple(v.detach().view(-1).numpy() for v in vectors), products)
+        loops.gramian(tuple(v.detach().view(-1).numpy() for v in vectors), products)
         return torch.from_numpy(products.sum(axis=0)), ~np.einsum("bkk->b", products).astype(bool)
-    # pieces of a million elements: the copies in float64 stay small beside the gradients themselves
+    # pieces of a million elements, so that the float64 copies stay small compared with the gradients
     pieces = zip(*(v.detach().flatten().split(2**20) for v in vectors), strict=True)
     stacks = (torch.stack([part.double() for part in piece]) for piece in pieces)  # each (K, 2^20)
     return sum(stack @ stack.T for stack in stacks), None
 
 
-@numba.njit(parallel=True, fastmath={"contract"}, error_model="numpy", cache=True)
-def _weighted_sum_loop(vectors, weights, zeros):
-    out = vectors[0]
-    for block in numba.prange(-(-out.size // BLOCK)):
-        if zeros[block]:
-            continue
-        start = block * BLOCK
-        stop = min(start + BLOCK, out.size)
-        total = np.zeros(BLOCK)
-        for k in range(len(vectors)):
-            x, weight = vectors[k][start:stop], weights[k]
-            for e in range(x.size):
-                total[e] += weight * np.float64(x[e])
-        for e in range(stop - start):
-            out[start + e] = total[e]
-
-
 def weighted_sum(vectors: Sequence[Tensor], weights: Tensor, zeros: np.ndarray | None = None) -> Tensor:
-    """sum_k weights[k] vectors[k], written over the first of them; weights: (K,) float64 on the CPU.
+    """Overwrite the first vector with sum_k weights[k] vectors[k] and return it; weights: (K,) float64 on the CPU.
 
-    zeros: from gramian, the blocks that need not be touched. The sum is taken in float64: the weight of a tiny
-    gradient beside a huge one may lie outside float32.
+    zeros: from gramian, the blocks to skip. The sum is computed in float64, because the weight of a tiny gradient
+    combined with a huge one may be outside the range of float32.
     """
     first, *others = vectors
     if runs_here(*vectors):
-        _match_threads()
+        loops = _loops()
         if zeros is None:
-            zeros = np.zeros(-(-first.numel() // BLOCK), dtype=bool)
-        _weighted_sum_loop(tuple(v.detach().view(-1).numpy() for v in vectors), weights.numpy(), zeros)
+            zeros = np.zeros(-(-first.numel() // loops.BLOCK), dtype=bool)
+        loops.weighted_sum(tuple(v.detach().view(-1).numpy() for v in vectors), weights.numpy(), zeros)
         return first
     scales = weights.tolist()
     first.mul_(scales[0])

@@ -1,119 +1,141 @@
-"""What training makes small: LOSSES of one task, each the mean over the batch's examples, and WEIGHTINGS between tasks.
+"""Loss functions and the weighting between tasks. Every loss is a mean over the batch's examples.
 
-Shapes:  B batch   R sentences of a batch: B, or 2B for bi-encoded pairs   H hidden size   C outputs of a task
+A loss has the signature (Output, Batch) -> scalar. `--para_loss bce+mnrl:0.2` adds several with weights. Student papers
+are cited by their authors; recipes/README.md lists them.
+
+Shapes:  B batch   R sentences of a batch: B, or 2B for bi-encoded pairs   H hidden size   C logits of a task
 """
 
 import argparse
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tasks import TASKS, Batch, Output, Task
-from utils import InputError, number
+from flags import ALWAYS, ArgumentParser, Need, Switch, chosen, number, parse_spec
+from tasks import STS, TASKS, Batch, Category, Number, Output, Probability, Target, Task
+from utils import InputError
 
-Objective = Callable[[Output, Batch], Tensor]
+TaskLoss = Callable[[Output, Batch], Tensor]
 
-# --- losses: (Output, Batch) -> scalar, the mean over the examples really in the batch (TRAPS 12) ---------------------
+# --- supervised losses: the mean over the examples really in the batch (docs/PITFALLS.md, 12) -------------------------
 
 
-def full(tensor: Tensor) -> Tensor:
-    """In float32 at least: a mean of logarithms in half precision has three digits."""
+def at_least_float32(tensor: Tensor) -> Tensor:
+    """Half precision is converted to float32: a mean of logarithms in half precision has three digits."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def cross_entropy(output: Output, batch: Batch) -> Tensor:
     """-log softmax(logits)[label]. Labels 0 .. C-1."""
-    return F.cross_entropy(full(output.logits), batch.labels)
+    return F.cross_entropy(at_least_float32(output.logits), batch.labels)
 
 
 def smoothed_cross_entropy(output: Output, batch: Batch, label_smoothing: float = 0.1) -> Tensor:
-    """Cross entropy with (1 - eps) of the target on the label and eps spread over all C. Labels 0 .. C-1.
+    """Cross entropy with (1 - eps) of the target on the label and eps spread over all C classes. Labels 0 .. C-1.
 
-    Szegedy et al. 2016 (arXiv:1512.00567), section 7. For labels that annotators disagree on, as in SST.
+    Szegedy et al. 2016 (arXiv:1512.00567), section 7. For labels that annotators disagree about, as in SST.
     """
-    return F.cross_entropy(full(output.logits), batch.labels, label_smoothing=label_smoothing)
+    return F.cross_entropy(at_least_float32(output.logits), batch.labels, label_smoothing=label_smoothing)
 
 
 def binary_cross_entropy(output: Output, batch: Batch) -> Tensor:
     """-y log sigmoid(l) - (1 - y) log(1 - sigmoid(l)). Labels in [0, 1]."""
-    logits = full(output.logits).squeeze(1)  # (B, 1) -> (B,): beside (B,) labels, (B, 1) would make (B, B) differences
+    logits = at_least_float32(output.logits).squeeze(1)  # (B, 1) -> (B,); (B, 1) would broadcast to (B, B)
     return F.binary_cross_entropy_with_logits(logits, batch.labels.to(logits.dtype))
 
 
-def squared_error(output: Output, batch: Batch) -> Tensor:
-    """(l - y)^2. Labels 0 to 5."""
-    predicted = full(output.logits).squeeze(1)  # (B, 1) -> (B,)
+def mean_squared_error(output: Output, batch: Batch) -> Tensor:
+    """(l - y)^2. Labels are numbers."""
+    predicted = at_least_float32(output.logits).squeeze(1)  # (B, 1) -> (B,)
     return F.mse_loss(predicted, batch.labels.to(predicted.dtype))
 
 
 def distill(output: Output, batch: Batch, distill_temperature: float = 2.0) -> Tensor:
-    """T^2 KL(P || Q) with P, Q = softmax(l / T) of the teacher's and of our logits; a number: (l - l_teacher)^2.
+    """T^2 KL(P || Q) with P, Q = softmax(l / T) of the teacher's and the student's logits; for a number (l - l_P)^2.
 
-    Hinton et al. 2015 (arXiv:1503.02531), section 2. One logit l stands for a Bernoulli variable, which is the softmax
-    of (l, 0). T^2 keeps the gradients' size while T varies, so that weights beside other losses stay valid. Their cross
-    entropy with soft targets has the same gradients; KL is 0 where teacher and student agree. Labels play no part.
+    Hinton et al. 2015 (arXiv:1503.02531), section 2. A single logit stands for a Bernoulli variable. The factor T^2
+    keeps the size of the gradients while T varies, so weights relative to other losses stay valid. Hinton's cross
+    entropy with soft targets has the same gradients; KL is 0 if teacher and student agree. Labels are not used.
     """
-    logits, teacher = full(output.logits), full(batch.teacher)  # (B, C) each
-    kind = TASKS[batch.task].kind
-    if kind == "number":
-        return F.mse_loss(logits, teacher.to(logits.dtype))
-    if kind == "probability":
-        logits, teacher = (F.pad(x, (0, 1)) for x in (logits, teacher))  # (B, 1) -> (B, 2)
-    log_q, log_p = ((x / distill_temperature).log_softmax(dim=1) for x in (logits, teacher.to(logits.dtype)))
-    return distill_temperature**2 * (log_p.exp() * (log_p - log_q)).sum(dim=1).mean()
+    logits = at_least_float32(output.logits)
+    teacher = at_least_float32(batch.teacher).to(logits.dtype)  # (B, C) each
+    return TASKS[batch.task].predicts.distillation(logits, teacher, distill_temperature)
 
 
-# --- losses on the sentences' vectors: pairs have to be encoded apart -------------------------------------------------
+# --- losses on the sentences' vectors: the two sentences of a pair must be encoded apart ------------------------------
 
 
 def cosines(u: Tensor, v: Tensor) -> Tensor:
-    """cos(u_i, v_j), every one with every other: (B, H), (B, H) -> (B, B)."""
-    with torch.autocast(u.device.type, enabled=False):  # or the product would have three digits
-        return F.normalize(full(u), dim=1) @ F.normalize(full(v), dim=1).T
+    """The cosines of all u_i with all v_j: (B, H), (S, H) -> (B, S)."""
+    with torch.autocast(u.device.type, enabled=False):  # in half precision the product would have three digits
+        return F.normalize(at_least_float32(u), dim=1) @ F.normalize(at_least_float32(v), dim=1).T
 
 
 def cosine_embedding(output: Output, batch: Batch, cosine_margin: float = 0.0) -> Tensor:
-    """p (1 - cos(u, v)) + (1 - p) max(0, cos(u, v) - margin), p = y for labels 0 and 1, p = y / 5 for labels 0 to 5.
+    """p (1 - cos(u, v)) + (1 - p) max(0, cos(u, v) - margin), where p is the label as a fraction of its range.
 
-    torch's CosineEmbeddingLoss, the handout's cosine-similarity fine-tuning (001, section 5.3): equivalent sentences
-    are drawn to a cosine of 1, unrelated ones to 0. torch's targets are +1 and -1 and nothing else: of any other label
-    its loss is 0. So a paraphrase is +1, another pair -1, and a grade is the mean over both targets, +1 with weight
-    y / 5. That keeps how strongly a pair is drawn, |2p - 1|; but as each branch is linear, all above 2.5 are drawn to 1
-    and all below to the margin: to learn the grades themselves add mse or cosent.
+    torch's CosineEmbeddingLoss, the handout's cosine-similarity fine-tuning (section 5.3): equivalent sentences are
+    pulled towards a cosine of 1, unrelated ones towards 0. torch's targets are +1 and -1 and nothing else; for any
+    other target its loss is 0. So a paraphrase is +1, any other pair -1, and a similarity is the mean over both
+    targets with weights p and 1 - p. The strength of the pull, |2p - 1|, is kept; but since each branch is linear, all
+    labels above the middle of the range are pulled towards 1 and all below towards the margin. To learn the labels
+    themselves, add mse or cosent.
     """
     u, v = output.vectors
-    cosine = F.cosine_similarity(full(u), full(v), dim=1)  # (B,)
-    p = batch.labels.to(cosine.dtype) / (5 if TASKS[batch.task].kind == "number" else 1)
+    cosine = F.cosine_similarity(at_least_float32(u), at_least_float32(v), dim=1)  # (B,)
+    p = TASKS[batch.task].predicts.fraction(batch.labels.to(cosine.dtype))
     return (p * (1 - cosine) + (1 - p) * (cosine - cosine_margin).relu()).mean()
 
 
 def cosent(output: Output, batch: Batch, cosent_scale: float = 20.0) -> Tensor:
-    """log(1 + sum over pairs of rows with y_i > y_j of exp(scale (cos_j - cos_i))): their cosines in the labels' order.
+    """log(1 + sum over pairs of rows with y_i > y_j of exp(scale (cos_j - cos_i))): ranks cosines like the labels.
 
-    Su 2022 (CoSENT, kexue.fm/archives/8847; scale 20 there and in sentence-transformers). Labels 0 and 1, or 0 to 5.
-    Rows with equal labels make no pair; without any pair it is 0. The loss ranks a batch as a whole: it is no mean over
-    the rows and grows with the batch, like the logarithm of the number of pairs at the most.
+    Su 2022 (CoSENT, kexue.fm/archives/8847; scale 20 there and in sentence-transformers). Rows with equal labels form
+    no pair; without any pair the loss is 0. It ranks a batch as a whole: it is not a mean over the rows, and it grows
+    at most like the logarithm of the number of pairs.
     """
     u, v = output.vectors
-    cosine = cosent_scale * F.cosine_similarity(full(u), full(v), dim=1)  # (B,)
+    cosine = cosent_scale * F.cosine_similarity(at_least_float32(u), at_least_float32(v), dim=1)  # (B,)
     in_order = batch.labels[:, None] > batch.labels  # (B, B), y_i > y_j
     differences = (cosine - cosine[:, None]).masked_fill(~in_order, -math.inf)  # (B, B), cos_j - cos_i
     return torch.cat([cosine.new_zeros(1), differences.flatten()]).logsumexp(dim=0)
 
 
-def ranking(scores: Tensor, similar: Tensor, anchors: Tensor) -> Tensor:
-    """-log softmax over the candidates, at the right one, which is number i for anchor i; the mean over the anchors.
+# Contrastive ranking: a softmax over candidates, of which number i is the right one for anchor i
 
-    scores: (R, R), of anchor i and candidate j. similar: (R, R), where j must not count as wrong for i. anchors: (R,),
-    which of them count. Exactly 0 where no anchor counts, or none has a wrong candidate (TRAPS 28).
+
+def same_meaning(x: Tensor, y: Tensor, candidates: Tensor, known: Tensor | None = None) -> Tensor:
+    """Which candidates must not count as negatives, by the hashes of the texts: (B,), (B,), (S,) -> (B, S).
+
+    x: the anchors. y: their positives, the first B candidates. A candidate is excluded for anchor i if it is x_i or y_i
+    itself, or if it is the positive y_j of an anchor x_j that is x_i or y_i. known: (B,), which rows j really are
+    positive pairs; by default all. Duplicates within a batch are common in Quora (docs/PITFALLS.md, 28).
     """
-    itself = torch.eye(len(scores), dtype=torch.bool, device=scores.device)
-    losses = -scores.masked_fill(similar & ~itself, -math.inf).log_softmax(dim=1).diagonal()  # (R,)
+    excluded = (x[:, None] == candidates) | (y[:, None] == candidates)  # (B, S)
+    same_anchor = (x[:, None] == x) | (y[:, None] == x)  # (B, B)
+    excluded[:, : len(x)] |= same_anchor if known is None else same_anchor & known
+    return excluded
+
+
+def without_excluded(scores: Tensor, excluded: Tensor) -> Tensor:
+    """The scores (B, S) with -inf for excluded candidates; the right candidate, number i for anchor i, always stays."""
+    right = torch.eye(*scores.shape, dtype=torch.bool, device=scores.device)
+    return scores.masked_fill(excluded & ~right, -math.inf)
+
+
+def ranking(scores: Tensor, excluded: Tensor, anchors: Tensor) -> Tensor:
+    """-log softmax over the candidates at the right one; the mean over the anchors that count.
+
+    scores, excluded: (B, S). anchors: (B,), which of them count. Exactly 0 if no anchor counts, or if none has a wrong
+    candidate (docs/PITFALLS.md, 28).
+    """
+    losses = -without_excluded(scores, excluded).log_softmax(dim=1).diagonal()  # (B,)
     return (losses * anchors).sum() / anchors.sum().clamp(min=1)
 
 
@@ -122,19 +144,16 @@ def negatives_ranking(scores: Tensor, batch: Batch, symmetric: bool, threshold: 
 
     Henderson et al. 2017 (arXiv:1705.00652), section 4.4:  mean_i [log sum_j exp S(x_i, y_j) - S(x_i, y_i)]
 
-    The anchors x_i are the first sentences of the positive rows: label 1, or a grade of at least `threshold`. The
-    candidates are the second sentences of all rows, those of negative rows included, as hard negatives. Left out are
-    texts known to mean the same as x_i: x_i and y_i themselves, and y_j where row j is positive and x_j is one of these
-    two. symmetric: the mean with the same from second to first sentences. Deviations: hard negatives and the symmetric
-    form, both as in sentence-transformers, and the texts left out.
+    The anchors x_i are the first sentences of the positive rows: label 1, or a similarity of at least `threshold`. The
+    candidates are the second sentences of all rows, including those of negative rows, as hard negatives, except texts
+    known to mean the same as x_i (see same_meaning). symmetric: the mean with the same from second to first sentences.
+    Deviations: hard negatives and the symmetric form, both as in sentence-transformers, and the excluded texts.
     """
-    first, second = batch.texts  # (B,) each
-    positive = batch.labels >= (threshold if TASKS[batch.task].kind == "number" else 1)  # (B,)
+    first, second = batch.text_hashes  # (B,) each
+    positive = TASKS[batch.task].predicts.is_positive(batch.labels, threshold)  # (B,)
 
     def one_way(scores: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        same_candidate = (x[:, None] == y) | (y[:, None] == y)  # (B, B), y_j is x_i or y_i
-        same_anchor = (x[:, None] == x) | (y[:, None] == x)  # (B, B), x_j is x_i or y_i
-        return ranking(scores, same_candidate | (same_anchor & positive), positive)
+        return ranking(scores, same_meaning(x, y, y, positive), positive)
 
     forward = one_way(scores, first, second)
     return (forward + one_way(scores.T, second, first)) / 2 if symmetric else forward
@@ -147,24 +166,29 @@ def multiple_negatives(
     mnrl_symmetric: bool = False,
     mnrl_threshold: float = 4.0,
 ) -> Tensor:
-    """negatives_ranking with S = scale cos(u_i, v_j), as in sentence-transformers; Henderson et al. have u_i.v_j."""
+    """negatives_ranking with S = scale cos(u_i, v_j), as in sentence-transformers; Henderson et al. use u_i.v_j."""
     return negatives_ranking(mnrl_scale * cosines(*output.vectors), batch, mnrl_symmetric, mnrl_threshold)
 
 
 def multiple_negatives_by_head(
     output: Output, batch: Batch, mnrl_symmetric: bool = False, mnrl_threshold: float = 4.0
 ) -> Tensor:
-    """negatives_ranking with S = the head's logit for (x_i, y_j), as in paper 002, section 3.2.2; B^2 logits.
+    """negatives_ranking with S = the head's logit for (x_i, y_j), as in Tlemcani & Sohn, section 3.2.2; B^2 logits.
 
-    Paper 002 has each of its K positive pairs compete with the other K - 1; here the negative rows' sentences compete
-    too. Mind two things. Adding a constant to all logits changes nothing, so where the even chance lies, on which
-    accuracy hangs, is not learned. And a linear head on (u, v) gives w.u + w'.v + b, of which only w'.v counts: it
-    learns which sentences are likely paraphrases of anything. sbert and cosine_affine compare.
+    In the paper each of K positive pairs competes with the other K - 1; here the negative rows' sentences compete too.
+    Two limits: adding a constant to all logits changes nothing, so the loss does not learn where the even chance lies,
+    on which accuracy depends. And a linear head on (u, v) gives w.u + w'.v + b, of which only w'.v matters: it learns
+    which sentences are likely paraphrases of anything. sbert and cosine_affine really compare.
     """
     u, v = output.vectors
     pairs = u.repeat_interleave(len(v), dim=0), v.repeat(len(u), 1)  # (B, H) -> (B B, H), first sentences slowest
-    scores = full(output.score(pairs)).view(len(u), len(v))  # (B B, 1) -> (B, B)
+    scores = at_least_float32(output.score(pairs)).view(len(u), len(v))  # (B B, 1) -> (B, B)
     return negatives_ranking(scores, batch, mnrl_symmetric, mnrl_threshold)
+
+
+def simcse_scores(u: Tensor, v: Tensor, temperature: float) -> Tensor:
+    """The scores cos(u_i, v_j) / temperature of SimCSE (Gao et al. 2021): (B, H), (S, H) -> (B, S)."""
+    return cosines(u, v) / temperature
 
 
 def simcse(output: Output, batch: Batch, simcse_temperature: float = 0.05) -> Tensor:
@@ -172,69 +196,111 @@ def simcse(output: Output, batch: Batch, simcse_temperature: float = 0.05) -> Te
 
         mean_i  -log  exp(cos(h_i, h'_i) / tau) / sum_j exp(cos(h_i, h'_j) / tau)
 
-    h, h' are a sentence's vectors under two dropout masks: a second pass through the encoder. Labels play no part.
-    Deviation: left out of the sum are i's own text, should it come again, and that of the other sentence of its row,
+    h and h' are a sentence's vectors under two dropout masks, so there is a second pass through the encoder. Labels are
+    not used. Deviation: the sum leaves out i's own text, should it occur again, and the other sentence of i's row,
     which may mean the same.
     """
     h, other = (torch.cat(o.vectors) for o in (output, output.again()))  # (R, H) each
-    texts = torch.cat(batch.texts)  # (R,)
-    of_row = torch.stack(batch.texts, dim=1).repeat(len(batch.texts), 1)  # (R, 1 or 2), the texts in i's row
-    similar = (of_row[:, :, None] == texts).any(dim=1)  # (R, 1 or 2, R) -> (R, R)
-    return ranking(cosines(h, other) / simcse_temperature, similar, torch.ones_like(texts))
+    texts = torch.cat(batch.text_hashes)  # (R,)
+    partners = torch.cat(batch.text_hashes[::-1])  # (R,), the other text of the row, or the same if there is one
+    return ranking(
+        simcse_scores(h, other, simcse_temperature), same_meaning(texts, partners, texts), torch.ones_like(texts)
+    )
+
+
+# --- the registry -----------------------------------------------------------------------------------------------------
+
+
+ANY = (Category, Probability, Number)
+GRADED = (Probability, Number)  # targets whose labels say how alike the two sentences of a pair are
 
 
 @dataclass(frozen=True)
 class Loss:
     function: Callable[..., Tensor]
-    kinds: tuple[str, ...]  # Task.kind that its labels and logits fit
-    settings: tuple[str, ...] = ()  # flags that it takes as keyword arguments of the same name
-    on_vectors: bool = False  # it compares the vectors of sentences, so that pairs have to be encoded apart
-    trains_head: bool = True  # else the head learns nothing from it
-    compares_rows: bool = False  # it is 0 for a batch of one
-    needs_dropout: bool = False  # in the encoder, which a frozen one has not
+    fits: tuple[type[Target], ...]  # what a task may predict for its labels and logits to make sense here
+    # Flags that it takes as keyword arguments of the same name, and the targets for which they have an effect.
+    settings: dict[str, tuple[type[Target], ...]] = field(default_factory=dict)
+    needs_pair: bool = False  # it compares the two sentences of a row
+    on_vectors: bool = False  # it compares sentence vectors, so pairs must be encoded apart
+    trains_head: bool = True  # False: the head learns nothing from it
+    compares_rows: bool = False  # it is 0 for a batch of one, and reads the hashes of the texts
+    needs_dropout: bool = False  # in the encoder, so the encoder must not be frozen
 
 
-PAIRS = ("probability", "number")  # the kinds of tasks on two sentences
 LOSSES: dict[str, Loss] = {
-    "ce": Loss(cross_entropy, ("category",)),
-    "ce_smooth": Loss(smoothed_cross_entropy, ("category",), ("label_smoothing",)),
-    "bce": Loss(binary_cross_entropy, ("probability",)),
-    "mse": Loss(squared_error, ("number",)),
-    "distill": Loss(distill, ("category", "probability", "number"), ("distill_temperature",)),
-    "cosine_embedding": Loss(cosine_embedding, PAIRS, ("cosine_margin",), on_vectors=True, trains_head=False),
-    "cosent": Loss(cosent, PAIRS, ("cosent_scale",), on_vectors=True, trains_head=False, compares_rows=True),
+    "ce": Loss(cross_entropy, (Category,)),
+    "ce_smooth": Loss(smoothed_cross_entropy, (Category,), {"label_smoothing": (Category,)}),
+    "bce": Loss(binary_cross_entropy, (Probability,)),
+    "mse": Loss(mean_squared_error, (Number,)),
+    "distill": Loss(distill, ANY, {"distill_temperature": (Category, Probability)}),
+    "cosine_embedding": Loss(
+        cosine_embedding, GRADED, {"cosine_margin": GRADED}, needs_pair=True, on_vectors=True, trains_head=False
+    ),
+    "cosent": Loss(
+        cosent,
+        GRADED,
+        {"cosent_scale": GRADED},
+        needs_pair=True,
+        on_vectors=True,
+        trains_head=False,
+        compares_rows=True,
+    ),
     "mnrl": Loss(
         multiple_negatives,
-        PAIRS,
-        ("mnrl_scale", "mnrl_symmetric", "mnrl_threshold"),
+        GRADED,
+        {"mnrl_scale": GRADED, "mnrl_symmetric": GRADED, "mnrl_threshold": (Number,)},
+        needs_pair=True,
         on_vectors=True,
         trains_head=False,
         compares_rows=True,
     ),
     "mnrl_head": Loss(
-        multiple_negatives_by_head, PAIRS, ("mnrl_symmetric", "mnrl_threshold"), on_vectors=True, compares_rows=True
+        multiple_negatives_by_head,
+        GRADED,
+        {"mnrl_symmetric": GRADED, "mnrl_threshold": (Number,)},
+        needs_pair=True,
+        on_vectors=True,
+        compares_rows=True,
     ),
     "simcse": Loss(
         simcse,
-        ("category", *PAIRS),
-        ("simcse_temperature",),
+        ANY,
+        {"simcse_temperature": ANY},
         on_vectors=True,
         trains_head=False,
         compares_rows=True,
         needs_dropout=True,
     ),
 }
-DEFAULT_LOSSES = {"category": "ce", "probability": "bce", "number": "mse"}  # by Task.kind
 
 
-def build_objective(spec: str | None, task: Task, args: argparse.Namespace) -> Objective:
-    """spec: a loss, or several with weights: `mse`, `bce+mnrl:0.2`. None: the usual one for the task's kind."""
+def losses_in(spec: str, task: Task) -> dict[str, float]:
+    """Parse `bce+mnrl:0.2` into the weight of each loss; refuse losses that do not fit the task."""
     flag = f"--{task.name}_loss"
-    names = names_in(spec or DEFAULT_LOSSES[task.kind])
-    if twice := [name for i, name in enumerate(names) if name in names[:i]]:
-        raise InputError(f"{flag} {spec}: every loss may stand once, found {twice[0]} twice. Leave one out.")
-    terms = [_term(text, f"{flag} {spec}", task) for text in (spec or DEFAULT_LOSSES[task.kind]).split("+")]
-    weighted = [(w, partial(loss.function, **{s: getattr(args, s) for s in loss.settings})) for loss, w in terms]
+    weights = parse_spec(spec, LOSSES, flag)
+    for name in weights:
+        loss = LOSSES[name]
+        if not isinstance(task.predicts, loss.fits):
+            nouns = " or a ".join(target.noun for target in loss.fits)
+            found = f"{task.name} predicts a {task.predicts.noun}"
+        elif loss.needs_pair and not task.is_pair:
+            nouns, found = "score for a pair of sentences", f"{task.name} has one sentence"
+        else:
+            continue
+        fitting = [n for n, x in LOSSES.items() if isinstance(task.predicts, x.fits) and task.is_pair >= x.needs_pair]
+        raise InputError(
+            f"{flag} {spec}: {name} is for a task that predicts a {nouns}, but {found}. Use {' or '.join(fitting)}."
+        )
+    return weights
+
+
+def build_objective(spec: str, task: Task, args: argparse.Namespace) -> TaskLoss:
+    """The weighted sum of the losses in a specification such as `mse` or `bce+mnrl:0.2`."""
+    weighted = []
+    for name, weight in losses_in(spec, task).items():
+        settings = {setting: getattr(args, setting) for setting in LOSSES[name].settings}
+        weighted.append((weight, partial(LOSSES[name].function, **settings)))
 
     def objective(output: Output, batch: Batch) -> Tensor:
         return sum(weight * loss(output, batch) for weight, loss in weighted)
@@ -242,41 +308,21 @@ def build_objective(spec: str | None, task: Task, args: argparse.Namespace) -> O
     return objective
 
 
-def names_in(spec: str) -> list[str]:
-    """`bce+mnrl:0.2` -> bce, mnrl"""
-    return [term.partition(":")[0] for term in spec.split("+")]
+def losses_of(args: argparse.Namespace, task: str) -> dict[str, Loss]:
+    """The losses with which a task trains, by name."""
+    return {name: LOSSES[name] for name in losses_in(getattr(args, f"{task}_loss"), TASKS[task])}
 
 
-def _term(text: str, flag: str, task: Task) -> tuple[Loss, float]:
-    """`mse:0.2` -> the loss and its weight."""
-    name, colon, weight = text.partition(":")
-    if name not in LOSSES:
-        raise InputError(f"{flag}: a loss must be one of {', '.join(sorted(LOSSES))}, found {name!r}. Choose one.")
-    loss = LOSSES[name]
-    if task.kind not in loss.kinds:
-        fitting = " or ".join(sorted(n for n, other in LOSSES.items() if task.kind in other.kinds))
-        raise InputError(
-            f"{flag}: {name} is for a task whose output is a {' or a '.join(loss.kinds)}, "
-            f"found {task.name}, whose output is a {task.kind}. Use {fitting}."
-        )
-    return loss, _weight(weight, f"{flag}: the weight of {name}") if colon else 1.0
-
-
-def _weight(text: str, what: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise InputError(f"{what} must be a number above 0, found {text!r}. Write it like mse:0.2, or leave it out.")
-    return value
+def tasks_with(args: argparse.Namespace, *names: str) -> list[str]:
+    """The tasks that train with one of these losses."""
+    return [task for task in args.train_tasks if set(names) & set(losses_of(args, task))]
 
 
 # --- weightings: (name of the task, loss) -> loss ---------------------------------------------------------------------
 
 
 class Equal(nn.Module):
-    """Every task's loss as it is."""
+    """Every loss counts as it is."""
 
     def __init__(self, tasks: list[Task], weights: dict[str, float]):
         super().__init__()
@@ -286,7 +332,7 @@ class Equal(nn.Module):
 
 
 class Fixed(Equal):
-    """Every task's loss times its weight of --task_weights; 1 for a task that is not named there."""
+    """Every task's loss times its weight in --task_weights; 1 for a task that is not named there."""
 
     def __init__(self, tasks: list[Task], weights: dict[str, float]):
         super().__init__(tasks, weights)
@@ -300,18 +346,18 @@ class Fixed(Equal):
 
 
 class Uncertainty(Equal):
-    """Kendall et al. 2018 (arXiv:1705.07115), equations 7 and 10, with a learned s = log sigma^2 for every task:
+    """Kendall et al. 2018 (arXiv:1705.07115), equations 7 and 10, with a learned s = log sigma^2 per task:
 
         classification    exp(-s) L + s/2             smallest at s = log 2L
         regression        exp(-s) L/2 + s/2           smallest at s = log L
 
-    s starts at 0. It moves by about the learning rate a step: at the encoder's 1e-5 it all but stands still;
-    --head_lr 1e-3 lets it learn. Deviation: none.
+    s starts at 0. It changes by about the learning rate per step: at the encoder's 1e-5 it hardly moves; --head_lr 1e-3
+    lets it learn. Deviation: none.
     """
 
     def __init__(self, tasks: list[Task], weights: dict[str, float]):
         super().__init__(tasks, weights)
-        self.factors = {task.name: 0.5 if task.kind == "number" else 1.0 for task in tasks}
+        self.factors = {task.name: task.predicts.uncertainty_factor for task in tasks}
         self.log_variances = nn.ParameterDict({task.name: nn.Parameter(torch.zeros(())) for task in tasks})
 
     def forward(self, name: str, loss: Tensor) -> Tensor:
@@ -326,7 +372,7 @@ WEIGHTINGS: dict[str, type[Equal]] = {"equal": Equal, "fixed": Fixed, "uncertain
 
 
 def task_weight(text: str) -> str:
-    """An argparse type: `sts=2`, checked and left as it is."""
+    """An argparse type: check a weight such as `sts=2` and return the text unchanged."""
     name, equals, weight = text.partition("=")
     if not name or not equals:
         raise argparse.ArgumentTypeError(f"must be like sts=2, found {text!r}")
@@ -334,39 +380,62 @@ def task_weight(text: str) -> str:
     return text
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("losses")
-    group.add_argument(
-        "--label_smoothing", type=number(float, 0, 1), default=0.1, help="share of the target that ce_smooth spreads"
-    )
+def task_trains(name: str) -> Need:
+    return Need(f"{name} among the tasks that train", lambda args: name in args.train_tasks)
+
+
+def needs_loss(setting: str) -> Need:
+    """The need of a flag that is a setting of losses: a trained task has such a loss, and the flag matters for it."""
+    names = [name for name, loss in LOSSES.items() if setting in loss.settings]
+    targets = {target for name in names for target in LOSSES[name].settings[setting]}
+    fits = {target for name in names for target in LOSSES[name].fits}
+    nouns = " or ".join(target.noun for target in ANY if target in targets)
+    only = f" of a task that predicts a {nouns}" if targets != fits else ""
+
+    def is_met(args: argparse.Namespace) -> bool:
+        return any(
+            isinstance(TASKS[task].predicts, loss.settings[setting])
+            for task in args.train_tasks
+            for loss in losses_of(args, task).values()
+            if setting in loss.settings
+        )
+
+    return Need(f"the loss {' or '.join(names)}{only}", is_met)
+
+
+def add_arguments(parser: ArgumentParser, tasks: Collection[Task]) -> None:
+    add = parser.section("losses and their weights")
+    for task in tasks:
+        add(f"--{task.name}_loss", default=task.predicts.default_loss, metavar="LOSS[:WEIGHT][+...]", of_task=task.name,
+            needs=task_trains(task.name),
+            help=f"sum of {', '.join(sorted(LOSSES))} (default: the task's own: ce, bce or mse)")  # fmt: skip
+    setting = {name: {"needs": needs_loss(name)} for loss in LOSSES.values() for name in loss.settings}
     positive = number(float, 0, 1e6, above=True)
-    group.add_argument("--cosine_margin", type=number(float, -1, 1), default=0.0, help="of cosine_embedding")
-    group.add_argument("--cosent_scale", type=positive, default=20.0, help="of cosent: what cosines are multiplied by")
-    group.add_argument("--mnrl_scale", type=positive, default=20.0, help="of mnrl: what cosines are multiplied by")
-    group.add_argument(
-        "--mnrl_symmetric", action="store_true", help="mnrl and mnrl_head also from second to first sentences"
-    )
-    group.add_argument(
-        "--mnrl_threshold", type=number(float, 0, 5), default=4.0,
-        help="similarity from which on a pair is positive for mnrl and mnrl_head",
-    )  # fmt: skip
-    group.add_argument("--simcse_temperature", type=positive, default=0.05, help="of simcse: tau")
-    group.add_argument("--distill_temperature", type=positive, default=2.0, help="of distill: T")
-    group.add_argument(
-        "--weighting", choices=sorted(WEIGHTINGS), default="equal", help="how the tasks' losses are weighted"
-    )
-    group.add_argument(
-        "--task_weights", type=task_weight, nargs="+", metavar="TASK=WEIGHT", help="for --weighting fixed; others: 1"
-    )
+    add("--label_smoothing", type=number(float, 0, 1), default=0.1, **setting["label_smoothing"],
+        help="share of the target that ce_smooth spreads over all classes")  # fmt: skip
+    add("--cosine_margin", type=number(float, -1, 1), default=0.0, **setting["cosine_margin"],
+        help="cosine_embedding: unrelated sentences are pulled down to this cosine")  # fmt: skip
+    add("--cosent_scale", type=positive, default=20.0, **setting["cosent_scale"], help="cosent: factor on the cosines")
+    add("--mnrl_scale", type=positive, default=20.0, **setting["mnrl_scale"], help="mnrl: factor on the cosines")
+    add("--mnrl_symmetric", action=Switch, **setting["mnrl_symmetric"],
+        help="mnrl, mnrl_head: also rank first sentences for each second one")  # fmt: skip
+    numbers = [task.predicts for task in tasks if isinstance(task.predicts, Number)] or [STS.predicts]
+    low, high = min(target.low for target in numbers), max(target.high for target in numbers)
+    add("--mnrl_threshold", type=number(float, low, high), default=4.0,
+        **setting["mnrl_threshold"], help="mnrl, mnrl_head: similarity from which on a pair is positive")  # fmt: skip
+    add("--simcse_temperature", type=positive, default=0.05, **setting["simcse_temperature"], help="simcse: tau")
+    add("--distill_temperature", type=positive, default=2.0, **setting["distill_temperature"], help="distill: T")
+    add("--teacher", type=Path, needs=Need("the loss distill", lambda args: bool(tasks_with(args, "distill"))),
+        help="directory with <task>-train.npz: the logits that the loss distill learns from")  # fmt: skip
+    add("--weighting", choices=sorted(WEIGHTINGS), default="equal", needs=ALWAYS, help="how tasks' losses are weighted")
+    add("--task_weights", type=task_weight, nargs="+", metavar="TASK=WEIGHT", needs=chosen("--weighting", "fixed"),
+        help="weights for --weighting fixed; 1 for tasks not named")  # fmt: skip
 
 
 def build_weighting(args: argparse.Namespace, tasks: list[Task]) -> nn.Module:
-    """A module; what it learns has to be registered in the model, so that the optimizer owns it."""
-    if (args.weighting == "fixed") != bool(args.task_weights):
-        raise InputError(
-            f"--task_weights and --weighting fixed need each other, found --weighting {args.weighting} "
-            f"{'with' if args.task_weights else 'without'} --task_weights. Give both, or neither."
-        )
+    """A module; register it in the model, so that the optimizer updates what it learns."""
+    if args.weighting == "fixed" and not args.task_weights:
+        raise InputError("--weighting fixed needs --task_weights, found none. Add for example --task_weights sts=2.")
     weights = {name: float(weight) for name, _, weight in (t.partition("=") for t in args.task_weights or ())}
     names = [task.name for task in tasks]
     for name in weights:

@@ -1,7 +1,7 @@
-"""The handout's AdamW, written by hand, and torch's others; parameter groups; schedules; averages of the weights.
+"""The handout's AdamW, written by hand, and torch's other optimizers; parameter groups, schedules, weight averages.
 
 Algorithm 1 of Kingma & Ba 2015 (arXiv:1412.6980) in its efficient form, with the decoupled weight decay of Loshchilov &
-Hutter 2019 (arXiv:1711.05101) as the last update of a step.
+Hutter 2019 (arXiv:1711.05101) as the last operation of a step.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 import kernels
-from utils import number
+from flags import ALWAYS, ENCODER_TRAINS, ArgumentParser, Need, Switch, chosen, number
 
 
 class AdamW(Optimizer):
@@ -30,8 +30,8 @@ class AdamW(Optimizer):
         theta <- theta - alpha_t m / (sqrt(v) + eps)
         theta <- theta - lr weight_decay theta               (with the new theta)
 
-    This is not torch.optim.AdamW: there eps is added to the bias-corrected denominator, and theta decays before the
-    update. The two agree to within eps where weight_decay is 0.
+    This is not torch.optim.AdamW, where eps is added to the bias-corrected denominator and theta decays before the
+    update. The two agree up to eps if weight_decay is 0.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class AdamW(Optimizer):
         return loss
 
     def _advance(self, group: dict[str, Any]) -> dict[int, list[Tensor]]:
-        """Counts the step of every parameter that has a gradient; the parameters by their step count t."""
+        """Count a step for every parameter that has a gradient; return the parameters by their step count t."""
         by_step: dict[int, list[Tensor]] = {}
         for p in group["params"]:
             if p.grad is None:  # not part of this step: neither updated nor decayed
@@ -84,8 +84,8 @@ class AdamW(Optimizer):
         alpha_t = group["lr"]
         if group["correct_bias"]:
             alpha_t *= math.sqrt(1 - beta2**t) / (1 - beta1**t)
-        # (theta - u)(1 - d) = theta - (u (1 - d) + d theta): one subtraction. In float32 the factor 1 - d itself is off
-        # by a fifth at the usual lr * weight_decay = 1e-7, so every step would decay too much.
+        # (theta - u)(1 - d) = theta - (u (1 - d) + d theta): one subtraction. At the usual d = lr * weight_decay of
+        # 1e-7, rounding the factor 1 - d to float32 would change d by 20%, so every step would decay too much.
         decay = group["lr"] * group["weight_decay"]
         scalars = (beta1, beta2, alpha_t * (1 - decay), group["eps"], decay)
         tensors = [(p, p.grad, self.state[p]["m"], self.state[p]["v"]) for p in parameters]
@@ -101,7 +101,7 @@ def update_together(
     theta: tuple[Tensor, ...], grad: tuple[Tensor, ...], m: tuple[Tensor, ...], v: tuple[Tensor, ...],
     beta1: float, beta2: float, alpha_t: float, eps: float, decay: float,
 ) -> None:  # fmt: skip
-    """The update on lists of tensors: on CUDA each line is one launch of a multi-tensor kernel."""
+    """The update on lists of tensors: on CUDA, each line launches one multi-tensor kernel."""
     torch._foreach_lerp_(m, grad, 1 - beta1)
     torch._foreach_mul_(v, beta2)
     torch._foreach_addcmul_(v, grad, grad, value=1 - beta2)
@@ -126,10 +126,11 @@ def parameter_groups(
     decay_matrices_only: bool = False,
     layer_decay: float = 1.0,
 ) -> list[dict[str, Any]]:
-    """Trainable parameters by learning rate and weight decay; each belongs to exactly one group.
+    """Group the trainable parameters by learning rate and weight decay; each belongs to exactly one group.
 
-    head_lr: for everything outside the encoder `bert`. decay_matrices_only: biases and LayerNorm are not decayed.
-    layer_decay: the encoder's layer l of L learns at lr * layer_decay^(L - l), its embeddings like layer 0.
+    head_lr: the rate of everything outside the encoder `bert`. decay_matrices_only: no decay for biases and LayerNorm.
+    layer_decay: layer l of the encoder's L layers has the rate lr * layer_decay^(L - l); the embeddings count as
+    layer 0.
     """
     trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
     layers = max((_layer(name) or 0 for name, _ in model.named_parameters()), default=0)
@@ -149,10 +150,10 @@ def parameter_groups(
 
 
 def _layer(name: str) -> int | None:
-    """The encoder's layer, counted from 1; 0 for the embeddings; None above the layers (pooler, heads)."""
-    found = re.search(r"bert_layers\.(\d+)\.", name)
-    if found:
-        return int(found.group(1)) + 1
+    """The number of the encoder's layer, from 1; 0 for the embeddings; None above the layers (pooler, heads)."""
+    match = re.search(r"bert_layers\.(\d+)\.", name)
+    if match:
+        return int(match[1]) + 1
     return 0 if "embed" in name else None
 
 
@@ -175,7 +176,7 @@ SCHEDULES: dict[str, Callable[[float], float]] = {"constant": constant, "linear"
 
 
 def build_schedule(optimizer: Optimizer, name: str, total_steps: int, warmup: float) -> LambdaLR:
-    """Rises linearly over the first share `warmup` of the steps, then follows SCHEDULES[name] to the end."""
+    """Raise the rate linearly over the first fraction `warmup` of the steps, then follow SCHEDULES[name]."""
     warm = round(warmup * total_steps)
 
     def multiplier(step: int) -> float:
@@ -190,17 +191,17 @@ def build_schedule(optimizer: Optimizer, name: str, total_steps: int, warmup: fl
 
 
 class NoAverage:
-    """The weights as they are; costs nothing."""
+    """The current weights; costs nothing."""
 
     def update(self, model: nn.Module) -> None:
-        """To be called after every step."""
+        """Call this after every step."""
 
     def epoch_end(self, model: nn.Module) -> None:
-        """To be called after the last step of every epoch."""
+        """Call this after the last step of every epoch."""
 
     @contextlib.contextmanager
     def applied(self, model: nn.Module) -> Iterator[None]:
-        """Within it, the model has the averaged weights; afterwards its own again, bit for bit."""
+        """Inside this context the model has the averaged weights; afterwards its own again, bit for bit."""
         yield
 
     def state_dict(self) -> dict[str, Any]:
@@ -211,18 +212,18 @@ class NoAverage:
 
 
 class Average(NoAverage):
-    """A running average of the trainable parameters, frozen ones being the same at all times."""
+    """A running average of the trainable parameters; frozen ones never change."""
 
-    def __init__(self, model: nn.Module, args: argparse.Namespace):
+    def __init__(self, model: nn.Module):
         self.weights = {name: p.detach().clone() for name, p in self.trainable(model)}
-        self.count = 0  # of the weights that went into the average
+        self.count = 0  # how many weights the average contains
 
     @staticmethod
     def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
         return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
 
     @torch.no_grad()
-    def take_in(self, model: nn.Module, share: Callable[[int], float]) -> None:
+    def include(self, model: nn.Module, share: Callable[[int], float]) -> None:
         """average <- average + share(n) (weights - average), at the n-th call."""
         self.count += 1
         own = [p for _, p in self.trainable(model)]
@@ -236,7 +237,7 @@ class Average(NoAverage):
         own = {p: p.data for _, p in self.trainable(model)}
         try:
             for (_, p), average in zip(self.trainable(model), self.weights.values(), strict=True):
-                p.data = average  # the pointer only: nothing is copied
+                p.data = average  # only the pointer changes; nothing is copied
             yield
         finally:
             for p, data in own.items():
@@ -255,36 +256,36 @@ class Average(NoAverage):
 
 
 class ExponentialAverage(Average):
-    """After every step n: (1 - d) sum_k d^(n-k) theta_k / (1 - d^n), with d = --ema_decay.
+    """After every step n: (1 - d) sum_k d^(n-k) theta_k / (1 - d^n), with decay d.
 
-    Polyak averaging with exponential weights and the bias correction of Adam (Kingma & Ba 2015, sections 3 and 7.2), in
-    the form of one interpolation by (1 - d) / (1 - d^n), so that the start does not count.
+    Polyak averaging with exponential weights and the bias correction of Adam (Kingma & Ba 2015, sections 3 and 7.2),
+    written as an interpolation by (1 - d) / (1 - d^n), so that the initial weights do not count.
     """
 
-    def __init__(self, model: nn.Module, args: argparse.Namespace):
-        super().__init__(model, args)
-        self.decay = args.ema_decay
+    def __init__(self, model: nn.Module, decay: float):
+        super().__init__(model)
+        self.decay = decay
 
     def update(self, model: nn.Module) -> None:
-        self.take_in(model, lambda n: (1 - self.decay) / (1 - self.decay**n))
+        self.include(model, lambda n: (1 - self.decay) / (1 - self.decay**n))
 
 
 class StochasticWeightAverage(Average):
-    """The plain mean of the weights at the ends of the epochs e >= --average_start E of E; at least of the last.
+    """The plain mean of the weights at the ends of the epochs e >= start * epochs; at least of the last one.
 
-    Izmailov et al. 2018 (arXiv:1803.05407), Algorithm 1, cycle length one epoch. Deviation: the learning rate stays
-    that of --schedule (constant is nearest to the paper). BERT has no batch normalization to update.
+    Izmailov et al. 2018 (arXiv:1803.05407), Algorithm 1, with a cycle of one epoch. Deviation: the learning rate
+    follows --schedule (constant is nearest to the paper). BERT has no batch normalization to update.
     """
 
-    def __init__(self, model: nn.Module, args: argparse.Namespace):
-        super().__init__(model, args)
-        self.first = round(args.average_start * args.epochs, 6)  # 0.28 * 25 is above 7
+    def __init__(self, model: nn.Module, start: float, epochs: int):
+        super().__init__(model)
+        self.first = round(start * epochs, 6)  # in float arithmetic, 0.28 * 25 is above 7
         self.epoch = 0
 
     def epoch_end(self, model: nn.Module) -> None:
         self.epoch += 1
         if self.epoch >= self.first:
-            self.take_in(model, lambda n: 1 / n)
+            self.include(model, lambda n: 1 / n)
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"epoch": self.epoch}
@@ -296,24 +297,24 @@ class StochasticWeightAverage(Average):
 
 AVERAGERS: dict[str, Callable[[nn.Module, argparse.Namespace], NoAverage]] = {
     "none": lambda model, args: NoAverage(),
-    "ema": ExponentialAverage,
-    "swa": StochasticWeightAverage,
+    "ema": lambda model, args: ExponentialAverage(model, args.ema_decay),
+    "swa": lambda model, args: StochasticWeightAverage(model, args.average_start, args.epochs),
 }
 
 
 def build_averager(args: argparse.Namespace, model: nn.Module) -> NoAverage:
-    """For a model that is on its device, with the parameters frozen that will be."""
+    """Call this once the model is on its device and its frozen parameters are frozen."""
     return AVERAGERS[args.averager](model, args)
 
 
 # --- flags ------------------------------------------------------------------------------------------------------------
 
 # Each takes parameter groups with their own lr and weight_decay. All but adamw are torch's, with torch's defaults
-# where nothing else is said; sgd and adamax know weight decay as an L2 term of the gradient only.
+# unless noted; in sgd and adamax, weight decay is an L2 term of the gradient.
 OPTIMIZERS: dict[str, Callable[[list[dict[str, Any]]], Optimizer]] = {
     "adamw": AdamW,
     "torch_adamw": torch.optim.AdamW,
-    "sgd": partial(torch.optim.SGD, momentum=0.9),  # Sutskever et al. 2013; wants a far larger rate than Adam
+    "sgd": partial(torch.optim.SGD, momentum=0.9),  # Sutskever et al. 2013; needs a far larger rate than Adam
     "adamax": torch.optim.Adamax,  # Kingma & Ba 2015, Algorithm 2
     "nadam": partial(torch.optim.NAdam, decoupled_weight_decay=True),  # Dozat 2016
     "radam": partial(torch.optim.RAdam, decoupled_weight_decay=True),  # Liu et al. 2020, arXiv:1908.03265
@@ -321,38 +322,49 @@ OPTIMIZERS: dict[str, Callable[[list[dict[str, Any]]], Optimizer]] = {
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("optimization")
+ENCODER_LEARNS_ITSELF = Need(
+    "an encoder whose own layers train, which --adapter_only freezes",
+    lambda args: not getattr(args, "adapter_only", False),
+    "Leave out --adapter_only (--head_lr sets the adapter's rate)",
+)
+
+
+def add_arguments(parser: ArgumentParser, lr: float | None, lr_default: str = "") -> None:
+    """lr: the default learning rate; None if it depends on other flags, as lr_default says."""
+    add = parser.section("most used")
     rate = number(float, 0, 1, above=True)
-    group.add_argument(
-        "--optimizer", choices=sorted(OPTIMIZERS), default="adamw", help="adamw: the handout's; others: torch's"
+    add("--lr", type=rate, default=lr, needs=ALWAYS, help=f"learning rate{lr_default}")
+    add = parser.section("optimization")
+    add("--optimizer", choices=sorted(OPTIMIZERS), default="adamw", needs=ALWAYS,
+        help="adamw is the handout's, the others are torch's")  # fmt: skip
+    add(
+        "--head_lr",
+        type=rate,
+        needs=ALWAYS,
+        help="learning rate outside the encoder, adapters included (default: --lr)",
     )
-    group.add_argument("--lr", type=rate, help="learning rate; None: 1e-3 for a frozen encoder, else 1e-5")
-    group.add_argument(
-        "--head_lr", type=rate, help="learning rate outside the encoder, adapters included; None: as --lr"
-    )
-    group.add_argument(
-        "--layer_decay", type=rate, default=1.0, help="factor on the rate from each layer to the one below"
-    )
-    group.add_argument(
-        "--weight_decay",
-        type=number(float, 0, 1),
+    add("--layer_decay", type=rate, default=1.0, needs=(ENCODER_TRAINS, ENCODER_LEARNS_ITSELF),
+        help="factor on the learning rate from each layer to the one below")  # fmt: skip
+    add("--weight_decay", type=number(float, 0, 1), default=0.0, needs=ALWAYS,
+        help="decoupled weight decay; for sgd and adamax an L2 term")  # fmt: skip
+    add("--decay_matrices_only", action=Switch, help="no decay for biases and LayerNorm",
+        needs=Need("--weight_decay", lambda args: args.weight_decay > 0))  # fmt: skip
+    add("--schedule", choices=sorted(SCHEDULES), default="constant", needs=ALWAYS, help="learning rate over the steps")
+    add("--warmup", type=number(float, 0, 1), default=0.0, needs=ALWAYS,
+        help="fraction of the steps over which the rate rises")  # fmt: skip
+    add(
+        "--clip",
+        type=number(float, 0, 1e6),
         default=0.0,
-        help="weight decay, decoupled; of sgd and adamax: an L2 term",
+        needs=ALWAYS,
+        help="maximum gradient norm; 0 means no clipping",
     )
-    group.add_argument("--decay_matrices_only", action="store_true", help="no decay on biases and LayerNorm")
-    group.add_argument("--schedule", choices=sorted(SCHEDULES), default="constant", help="learning rate over the steps")
-    group.add_argument("--warmup", type=number(float, 0, 1), default=0.0, help="share of steps with a rising rate")
-    group.add_argument("--clip", type=number(float, 0, 1e6), default=0.0, help="largest gradient norm; 0: no clipping")
-    group.add_argument(
-        "--averager", choices=sorted(AVERAGERS), default="none", help="average of the weights to evaluate and keep"
-    )
-    group.add_argument(
-        "--ema_decay", type=number(float, 0, 0.999999), default=0.999, help="ema: the old average's share a step"
-    )
-    group.add_argument(
-        "--average_start", type=number(float, 0, 1), default=0.5, help="swa: share of the epochs before the first"
-    )
+    add("--averager", choices=sorted(AVERAGERS), default="none", needs=ALWAYS,
+        help="average of the weights that is evaluated and saved")  # fmt: skip
+    add("--ema_decay", type=number(float, 0, 0.999999), default=0.999, needs=chosen("--averager", "ema"),
+        help="ema: weight of the old average per step")  # fmt: skip
+    add("--average_start", type=number(float, 0, 1), default=0.5, needs=chosen("--averager", "swa"),
+        help="swa: fraction of the epochs before the first average")  # fmt: skip
 
 
 def build_optimizer(args: argparse.Namespace, model: nn.Module) -> Optimizer:

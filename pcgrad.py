@@ -1,11 +1,11 @@
-"""How the gradients of several tasks become one: plain sum, PCGrad, Gradient Vaccine, CAGrad, MGDA.
+"""Combine the gradients of several tasks into one: plain sum, PCGrad, Gradient Vaccine, CAGrad, MGDA.
 
-Each method sees only the K x K Gram matrix of the shared parameters' gradients, gramian[i, j] = <g_i, g_j>, and answers
-with K weights: the combined gradient is sum_k weights[k] g_k. So full-size tensors are read twice, once for the inner
-products and once for the weighted sum, and a method costs nothing beside them. Multiplying all gradients by one number
-does not change the weights, so a loss scaler's factor passes through.
+Each method sees only the K x K Gram matrix of the shared parameters' gradients, gramian[i, j] = <g_i, g_j>, and returns
+K weights: the combined gradient is sum_k weights[k] g_k. Full-size tensors are therefore read only twice, once for the
+inner products and once for the weighted sum; compared with that, the methods themselves cost nothing. Multiplying all
+gradients by the same number does not change the weights, so the methods work unchanged on scaled losses (fp16).
 
-Shapes:  K tasks of a step, in alphabetical order
+Shapes:  K tasks in a step, in alphabetical order
 """
 
 import argparse
@@ -21,11 +21,12 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import kernels
-from utils import number
+from flags import ENCODER_TRAINS, ArgumentParser, Need, chosen, number
+from sampling import one_task_per_step
 
 
 class Method:
-    """Gram matrix -> weights, and whatever a method remembers from step to step."""
+    """Computes weights from a Gram matrix, and holds any state that is kept between steps."""
 
     def weights(self, gramian: Tensor, names: tuple[str, ...]) -> Tensor:
         """gramian: (K, K), float64, CPU, finite, K >= 2; names: the K tasks. Returns (K,)."""
@@ -38,13 +39,13 @@ class Method:
         pass
 
 
-# --- surgery on one gradient after the other: PCGrad, Gradient Vaccine ------------------------------------------------
+# --- changing one gradient after another: PCGrad, Gradient Vaccine ----------------------------------------------------
 
 
 class Surgery(Method):
-    """Changes each g_i by multiples of the ORIGINAL g_j, j != i, in an order drawn anew for every i; sums the results.
+    """Adds multiples of the ORIGINAL g_j, j != i, to each g_i, in a new random order for every i, and sums the results.
 
-    The changed g_i is sum_k c_k g_k, and the K coefficients c are all that is kept of it: <g_i, g_j> = (gramian c)_j.
+    The changed g_i is sum_k c_k g_k, so storing its K coefficients c is enough: <g_i, g_j> = (gramian c)_j.
     """
 
     def __init__(self, seed: int):
@@ -63,7 +64,7 @@ class Surgery(Method):
         return total
 
     def multiple(self, gramian: Tensor, c: Tensor, j: int, pair: str) -> float:
-        """How much of g_j to add to the gradient with coefficients c."""
+        """Return the multiple of g_j to add to the gradient with coefficients c."""
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
@@ -76,7 +77,7 @@ class Surgery(Method):
 class PCGrad(Surgery):
     """Algorithm 1 of Yu et al. 2020 (arXiv:2001.06782).
 
-    Where the current g_i conflicts with g_j, it is projected onto g_j's normal plane: g_i - (<g_i, g_j> / |g_j|^2) g_j.
+    If the current g_i conflicts with g_j, project it onto g_j's normal plane: g_i - (<g_i, g_j> / |g_j|^2) g_j.
     Deviation: none.
     """
 
@@ -88,11 +89,11 @@ class PCGrad(Surgery):
 class GradVac(Surgery):
     """Gradient Vaccine, Algorithm 1 of Wang et al. 2021 (arXiv:2010.05874), for the whole encoder at once.
 
-    Where phi, the cosine of the current g_i with g_j, is below the pair's running target rho, equation (2) raises it
-    to rho: g_i + (|g_i| (rho sqrt(1 - phi^2) - phi sqrt(1 - rho^2)) / (|g_j| sqrt(1 - rho^2))) g_j. Then, at every
-    step, equation (3): rho <- (1 - beta) rho + beta phi, from rho = 0. With beta = 0 it is PCGrad.
-    Deviations: one parameter group, not one a layer; a target counts as HIGHEST_TARGET at most, since rho = 1 would
-    take infinitely much of g_j; a pair with a zero gradient has no cosine and leaves its target as it is.
+    If phi, the cosine of the current g_i and g_j, is below the pair's running target rho, equation (2) raises it to
+    rho: g_i + (|g_i| (rho sqrt(1 - phi^2) - phi sqrt(1 - rho^2)) / (|g_j| sqrt(1 - rho^2))) g_j. Every step then
+    applies equation (3): rho <- (1 - beta) rho + beta phi, starting from rho = 0. With beta = 0 this is PCGrad.
+    Deviations: one parameter group instead of one per layer; targets are capped at HIGHEST_TARGET, since rho = 1 would
+    need an infinite multiple of g_j; a pair with a zero gradient has no cosine and does not change its target.
     """
 
     HIGHEST_TARGET = 0.999
@@ -100,10 +101,11 @@ class GradVac(Surgery):
     def __init__(self, seed: int, beta: float):
         super().__init__(seed)
         self.beta = beta
-        self.targets: dict[str, float] = {}  # by ordered pair, as the current g_i differs from the original
+        # "i j" -> rho. The pair "j i" has its own target: its cosine is that of a changed g_j and the original g_i.
+        self.targets: dict[str, float] = {}
 
     def multiple(self, gramian: Tensor, c: Tensor, j: int, pair: str) -> float:
-        length_i = float((c @ gramian @ c).clamp(min=0)) ** 0.5  # rounding may take a zero below zero
+        length_i = float((c @ gramian @ c).clamp(min=0)) ** 0.5  # rounding can make a zero negative
         length_j = float(gramian[j, j]) ** 0.5
         if length_i == 0 or length_j == 0:
             return 0.0
@@ -113,7 +115,7 @@ class GradVac(Surgery):
         rho = min(target, self.HIGHEST_TARGET)
         if phi >= rho:
             return 0.0
-        # divided through by sqrt(1 - rho^2): rho < 1, and rho > phi >= -1
+        # equation (2), simplified by sqrt(1 - rho^2) > 0: rho < 1, and rho > phi >= -1
         return length_i / length_j * (rho * ((1 - phi**2) / (1 - rho**2)) ** 0.5 - phi)
 
     def state_dict(self) -> dict[str, Any]:
@@ -124,18 +126,18 @@ class GradVac(Surgery):
         self.targets = dict(state["targets"])
 
 
-# --- a problem solved on the simplex: CAGrad, MGDA --------------------------------------------------------------------
+# --- optimizing weights on the simplex: CAGrad, MGDA ------------------------------------------------------------------
 
 
-ROUNDING = 1e-15  # of a Gram matrix of trace 1 in float64
+ROUNDING = 1e-15  # rounding error of a float64 Gram matrix with trace 1
 
 
 def minimize_on_simplex(gramian: Tensor, slope: Tensor, steps: int = 500, tolerance: float = 1e-10) -> Tensor:
-    """The w >= 0 with sum 1 that minimizes slope . w + |g_w|, g_w = sum_k w_k g_k. Both terms are convex.
+    """Return the w >= 0 with sum 1 that minimizes slope . w + |g_w|, g_w = sum_k w_k g_k. Both terms are convex.
 
-    Frank-Wolfe with pairwise steps (Lacoste-Julien & Jaggi 2015, arXiv:1511.05932): weight moves from the task with the
-    largest derivative to the one with the smallest, as far as is best, until no such pair is left.
-    gramian: (K, K), of trace about 1; slope: (K,). Returns (K,).
+    Frank-Wolfe with pairwise steps (Lacoste-Julien & Jaggi 2015, arXiv:1511.05932): each step moves the optimal amount
+    of weight from the task with the largest derivative to the one with the smallest, until their derivatives are equal.
+    gramian: (K, K), with a trace of about 1; slope: (K,). Returns (K,).
     """
     w = torch.full_like(slope, 1 / len(slope))
     for _ in range(steps):
@@ -148,8 +150,8 @@ def minimize_on_simplex(gramian: Tensor, slope: Tensor, steps: int = 500, tolera
         source = int(derivative.masked_fill(w <= 0, -torch.inf).argmax())
         if derivative[source] - derivative[to] <= tolerance:
             break
-        # |g_(w + t d)|^2 = square + 2 b t + a t^2 along d = e_to - e_source; the minimum of s t + its root is where
-        # b + a t = -s sqrt((a square - b^2) / (a - s^2)), and at the end of the way if |s| >= sqrt(a)
+        # Along d = e_to - e_source, |g_(w + t d)|^2 = square + 2 b t + a t^2. The minimum of s t + its square root is
+        # where b + a t = -s sqrt((a square - b^2) / (a - s^2)), or at the largest possible t if |s| >= sqrt(a).
         a = float(gramian[to, to] + gramian[source, source] - 2 * gramian[to, source])
         b = float(inner[to] - inner[source])
         s = float(slope[to] - slope[source])
@@ -158,20 +160,20 @@ def minimize_on_simplex(gramian: Tensor, slope: Tensor, steps: int = 500, tolera
             t = (-b - s * (max(0.0, a * square - b**2) / (a - s**2)) ** 0.5) / a
         t = max(0.0, min(limit, t))
         w[to] += t
-        w[source] = limit - t  # exactly 0 where the whole weight moves
+        w[source] = limit - t  # exactly 0 if all of the weight moves
     return w
 
 
 class CAGrad(Method):
     """Conflict-averse gradient descent, Algorithm 1 of Liu et al. 2021 (arXiv:2110.14048).
 
-    Of all d within c |g_0| of the mean gradient g_0, the one whose worst inner product with a g_i is largest:
-    d = g_0 + c |g_0| g_w / |g_w|, where w minimizes <g_w, g_0> + c |g_0| |g_w| on the simplex.
-    Deviations: K d instead of d, so that c = 0 is the plain sum; where the gradients hold each other in balance
-    (g_w = 0, |g_w| below a ten-thousandth of their size), d = g_0.
+    Among all d within a distance c |g_0| of the mean gradient g_0, take the one whose smallest inner product with a g_i
+    is largest: d = g_0 + c |g_0| g_w / |g_w|, where w minimizes <g_w, g_0> + c |g_0| |g_w| on the simplex.
+    Deviations: K d instead of d, so that c = 0 is the plain sum; d = g_0 if the gradients cancel each other (g_w = 0;
+    in practice |g_w| below a ten-thousandth of their size).
     """
 
-    BALANCE = 1e-4  # beyond it the weights would enlarge float32's rounding errors to the size of the gradient
+    BALANCE = 1e-4  # below it, the weights would scale float32's rounding errors up to the size of the gradient
 
     def __init__(self, c: float):
         self.c = c
@@ -191,7 +193,7 @@ class MGDA(Method):
     """Multiple-gradient descent, Sener & Koltun 2018 (arXiv:1810.04650): the shortest vector in the gradients' hull.
 
     Deviations: K times that vector, so that K equal gradients give their plain sum; pairwise steps in the Frank-Wolfe
-    solver (their Algorithm 2), which end at the solution to rounding; gradients as they are, not normalized.
+    solver (their Algorithm 2), which reach the solution up to rounding errors; gradients are not normalized.
     """
 
     def weights(self, gramian: Tensor, names: tuple[str, ...]) -> Tensor:
@@ -199,30 +201,30 @@ class MGDA(Method):
         return K * minimize_on_simplex(gramian / gramian.trace(), torch.zeros(K, dtype=gramian.dtype))
 
 
-# --- plumbing ---------------------------------------------------------------------------------------------------------
+# --- collecting and writing gradients ---------------------------------------------------------------------------------
 
 
 class GradientCombiner:
-    """The plumbing, once: every backward pass runs at once and frees its graph.
+    """Runs the backward passes, keeps each task's gradients, and writes the combined ones; shared by all methods.
 
-    The gradients of the shared parameters are kept by task until they are combined, in the memory where the backward
-    pass left them; all other parameters (heads) accumulate theirs in .grad, as always. method None is the plain sum:
-    every gradient goes to .grad and nothing is kept.
+    Each backward pass runs immediately and frees its graph. The gradients of the shared parameters are kept by task
+    until they are combined, without copying them; all other parameters (heads) accumulate theirs in .grad as usual.
+    method None is the plain sum: every gradient goes to .grad and nothing is kept.
     """
 
     def __init__(self, shared: Iterable[Parameter], method: Method | None):
         self.shared = list(shared)
         self.method = method
         self.kept: dict[str, list[Tensor | None]] = {}  # by task, in the order of `shared`
-        self.figures: dict[str, list[float]] = defaultdict(list)  # by name, one a step
+        self.figures: dict[str, list[float]] = defaultdict(list)  # by name, one value per step
 
     def backward(self, task: str, loss: Tensor) -> None:
-        """Takes the task's gradient; a second call within a step adds to it, before any projection."""
+        """Compute the task's gradient. A second call within a step adds to it before gradients are combined."""
         if self.method is None:
             loss.backward()
             return
-        so_far = self.kept.get(task, [None] * len(self.shared))
-        for p, gradient in zip(self.shared, so_far, strict=True):
+        accumulated = self.kept.get(task, [None] * len(self.shared))
+        for p, gradient in zip(self.shared, accumulated, strict=True):
             p.grad = gradient
         loss.backward()
         self.kept[task] = [p.grad for p in self.shared]
@@ -231,29 +233,30 @@ class GradientCombiner:
 
     @torch.no_grad()
     def write_gradients(self, loss_scale: float = 1.0) -> None:
-        """Writes the shared parameters' .grad, None where no task has a gradient, and forgets the step's gradients.
+        """Write the combined gradients to the shared parameters' .grad and drop the tasks' own.
 
-        loss_scale: what a scaler has multiplied the losses by; it only matters for the norms in means().
+        .grad is None where no task has a gradient. loss_scale: the factor by which a loss scaler has multiplied the
+        losses; it only affects the norms in means().
         """
         names = tuple(sorted(self.kept))
         if len(names) > 1:
-            rows = list(zip(*(self.kept[name] for name in names), strict=True))  # by parameter: K gradients or None
+            rows = list(zip(*(self.kept[name] for name in names), strict=True))  # per parameter: K gradients or None
             gramian, zeros = gram_matrix(rows, len(names))
             weights = self._weights(gramian, names, loss_scale)
             combined = [weighted_sum(row, weights, blocks) for row, blocks in zip(rows, zeros, strict=True)]
-        else:  # nothing to combine: the only task's own, or none
+        else:  # nothing to combine: a single task, or none
             combined = self.kept[names[0]] if names else []
         for p, gradient in zip(self.shared, combined, strict=bool(names)):
             p.grad = gradient
         self.kept = {}
 
     def _weights(self, gramian: Tensor, names: tuple[str, ...], loss_scale: float) -> Tensor:
-        if not gramian.isfinite().all():  # an overflow in one task: its infinity has to reach the scaler's check
+        if not gramian.isfinite().all():  # one task overflowed: its infinity must reach the loss scaler's check
             return torch.ones_like(gramian[0])
-        self._note(gramian, names, loss_scale)
+        self._record(gramian, names, loss_scale)
         return self.method.weights(gramian, names) if gramian.trace() > 0 else torch.ones_like(gramian[0])
 
-    def _note(self, gramian: Tensor, names: tuple[str, ...], loss_scale: float) -> None:
+    def _record(self, gramian: Tensor, names: tuple[str, ...], loss_scale: float) -> None:
         norms = gramian.diagonal().sqrt()
         for i, name in enumerate(names):
             self.figures[f"norm {name}"].append(float(norms[i]) / loss_scale)
@@ -263,17 +266,17 @@ class GradientCombiner:
             self.figures[f"conflicts {names[i]} {names[j]}"].append(inner < 0)
 
     def means(self) -> dict[str, float]:
-        """Since the last call, over the steps with at least two tasks and no overflow.
+        """Return means since the last call, over the steps with at least two tasks and no overflow.
 
-        'norm sst'; 'cosine para sst', names in alphabetical order; 'conflicts para sst', the share of steps with a
-        negative cosine. Empty for the plain sum.
+        Keys: 'norm sst'; 'cosine para sst', task names in alphabetical order; 'conflicts para sst', the share of steps
+        with a negative cosine. Empty for the plain sum.
         """
         means = {name: fmean(values) for name, values in sorted(self.figures.items())}
         self.figures.clear()
         return means
 
     def state_dict(self) -> dict[str, Any]:
-        """Between steps; tensors, numbers and dicts."""
+        """The state between two steps: tensors, numbers and dicts only."""
         return self.method.state_dict() if self.method else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -282,11 +285,12 @@ class GradientCombiner:
 
 
 def gram_matrix(rows: list[tuple[Tensor | None, ...]], K: int) -> tuple[Tensor, list[np.ndarray | None]]:
-    """Inner products of K tasks' gradients, None counting as zero; rows: by parameter.
+    """Return the inner products of K tasks' gradients; rows: the K gradients of each parameter, None counts as zero.
 
     Returns (K, K) on the CPU and, for every row, the blocks that are zero in all of its gradients.
     """
-    parts: dict[tuple[int, ...], Tensor] = {}  # by the tasks that have a gradient: one transfer each from a GPU
+    # Sums by the set of tasks that have a gradient, so that a GPU transfers one tensor for each set, not for each row.
+    parts: dict[tuple[int, ...], Tensor] = {}
     zeros: list[np.ndarray | None] = []
     for row in rows:
         present = tuple(k for k, gradient in enumerate(row) if gradient is not None)
@@ -302,7 +306,7 @@ def gram_matrix(rows: list[tuple[Tensor | None, ...]], K: int) -> tuple[Tensor, 
 
 
 def weighted_sum(row: tuple[Tensor | None, ...], weights: Tensor, zeros: np.ndarray | None) -> Tensor | None:
-    """sum_k weights[k] row[k] in the memory of its first gradient; None if there is none."""
+    """Overwrite the row's first gradient with sum_k weights[k] row[k] and return it; None if it has no gradient."""
     present = [k for k, gradient in enumerate(row) if gradient is not None]
     return kernels.weighted_sum([row[k] for k in present], weights[present], zeros) if present else None
 
@@ -318,21 +322,24 @@ COMBINERS: dict[str, Callable[[argparse.Namespace], Method | None]] = {
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("gradient combination")
-    group.add_argument(
-        "--combiner",
-        choices=sorted(COMBINERS),
-        default="sum",
-        help="how the tasks' gradients for the encoder are combined",
-    )
-    group.add_argument(
-        "--gradvac_beta", type=number(float, 0, 1), default=0.01, help="share of each step in gradvac's running cosines"
-    )
-    group.add_argument(
-        "--cagrad_c", type=number(float, 0, 10), default=0.4,
-        help="radius of cagrad's search, relative to the mean gradient; 0: plain sum; guarantees end at 1",
-    )  # fmt: skip
+TWO_TASKS = Need(
+    "at least two tasks that train", lambda args: len(args.train_tasks) > 1, "Use two tasks, or --combiner sum"
+)
+TWO_TASKS_PER_STEP = Need(
+    "at least two tasks in a step",
+    lambda args: not one_task_per_step(args) or args.accumulate > 1,
+    "Use --sampler round_robin or --accumulate 3",
+)
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    add = parser.section("steps: which tasks, and how their gradients are combined")
+    add("--combiner", choices=sorted(COMBINERS), default="sum", needs=(TWO_TASKS, TWO_TASKS_PER_STEP, ENCODER_TRAINS),
+        help="how the tasks' gradients for the encoder are combined")  # fmt: skip
+    add("--gradvac_beta", type=number(float, 0, 1), default=0.01, needs=chosen("--combiner", "gradvac"),
+        help="gradvac: weight of each step in the running cosines")  # fmt: skip
+    add("--cagrad_c", type=number(float, 0, 10), default=0.4, needs=chosen("--combiner", "cagrad"),
+        help="cagrad: search radius relative to the mean gradient; 0 is the plain sum")  # fmt: skip
 
 
 def build_combiner(args: argparse.Namespace, shared: Iterable[Parameter]) -> GradientCombiner:

@@ -1,4 +1,7 @@
-"""Part-of-speech tags as an input feature (paper 000): words tagged once a data set, kept on disk, averaged a sentence.
+"""Part-of-speech tags as an input feature (Hicks & Liu, "Parts of MinBERT").
+
+The words of a data set are tagged once and the tags are stored on disk. A sentence's tags are embedded, averaged, and
+added to its vector.
 
 Shapes:  B batch   T tokens   H hidden size   P size of a tag's embedding
 """
@@ -26,21 +29,23 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from base_bert import verify_sha256
+from flags import ALWAYS, ArgumentParser, chosen, number
 from tasks import Encoded
-from utils import InputError, atomic_path, number, warn, writable_directory
+from tokenizer import BertTokenizer
+from utils import InputError, atomic_path, warn, writable_directory
 
-if TYPE_CHECKING:  # NLTK takes a second to import: only who asks for tags pays for it
+if TYPE_CHECKING:  # NLTK takes a second to import, so it is imported only if tags are needed
     from nltk.tag.perceptron import PerceptronTagger
 
 # --- tags -------------------------------------------------------------------------------------------------------------
 
-# The Penn Treebank's 36 tags of words and 9 of punctuation. Their order is part of every checkpoint.
+# The Penn Treebank's 36 tags for words and 9 for punctuation. Their order is part of every checkpoint.
 TAGS = (
     "CC", "CD", "DT", "EX", "FW", "IN", "JJ", "JJR", "JJS", "LS", "MD", "NN", "NNP", "NNPS", "NNS", "PDT", "POS", "PRP",
     "PRP$", "RB", "RBR", "RBS", "RP", "SYM", "TO", "UH", "VB", "VBD", "VBG", "VBN", "VBP", "VBZ", "WDT", "WP", "WP$",
     "WRB", "#", "$", "''", "(", ")", ",", ".", ":", "``",
 )  # fmt: skip
-NOTHING, UNKNOWN = 0, 1  # [CLS], [SEP] and padding; a tag that is not in the list, a piece outside every word
+NOTHING, UNKNOWN = 0, 1  # 0: [CLS], [SEP] and padding; 1: a tag that is not in the list, a piece outside any word
 TAG_IDS = {tag: i for i, tag in enumerate(TAGS, start=2)}
 TAG_IDS |= {"-LRB-": TAG_IDS["("], "-RRB-": TAG_IDS[")"]}  # the treebank's own spelling of brackets
 NUM_TAGS = 2 + len(TAGS)
@@ -50,20 +55,20 @@ NUM_TAGS = 2 + len(TAGS)
 
 NLTK_DATA = "averaged_perceptron_tagger_eng"
 FETCH = f"python -m nltk.downloader {NLTK_DATA}"
-# The perceptron that NLTK's was ported from, with its own weights, in a wheel whose code is never imported.
+# The perceptron that NLTK's is a port of, with its own weights, in a wheel whose code is never imported.
 WHEEL, WHEEL_PACKAGE, WHEEL_FILE = "textblob-aptagger", "textblob_aptagger", "trontagger-0.1.0.pickle"
 WHEEL_SHA256 = "1109164b3d28dce58f96b763128bab2fd8754c3921fd3330de2724ac6d1ada7c"
 TAGGERS = ("auto", "nltk", "wheel")
 PATIENCE = 5  # seconds to wait for NLTK's server
-CHARACTERS = 4_000_000  # take a process some 25 seconds; to start one, which imports torch, takes five
+CHARACTERS = 4_000_000  # per process: about 25 seconds of work; starting a process, which imports torch, takes five
 
 
 class _SetUnpickler(pickle.Unpickler):
-    """Reads numbers, strings, tuples, dicts and sets; a pickle that names anything else to call is refused."""
+    """Reads numbers, strings, tuples, dicts and sets; a pickle that refers to anything else is refused."""
 
     def find_class(self, module: str, name: str) -> type:
         if (module, name) != ("__builtin__", "set"):  # as Python 2 spelled it
-            raise pickle.UnpicklingError(f"only sets are admitted, found {module}.{name}")
+            raise pickle.UnpicklingError(f"only sets are allowed, found {module}.{name}")
         return set
 
 
@@ -77,14 +82,14 @@ def _installed_by_nltk() -> "PerceptronTagger | None":
     except (ValueError, OSError) as error:
         reason = str(error).partition("\n")[0]
         raise InputError(
-            f"NLTK's {NLTK_DATA} cannot be read ({reason}). Fetch it again: {FETCH} --force, or use --pos_tagger wheel."
+            f"NLTK's {NLTK_DATA} cannot be read ({reason}). Run: {FETCH} --force, or use --pos_tagger wheel."
         ) from error
 
 
 def _why_not_fetched() -> str:
-    """Fetches the weights as `nltk.download` does; empty, or why that failed.
+    """Download the weights as `nltk.download` does; return why that failed, or an empty string.
 
-    NLTK would wait two minutes for a server that never answers, so one cheap look comes first.
+    NLTK waits two minutes for a server that never answers, so a cheap request is made first.
     """
     from nltk.downloader import Downloader
 
@@ -114,17 +119,17 @@ def _carried_by_wheel() -> "PerceptronTagger | None":
 class Perceptron(NamedTuple):
     source: str  # nltk or wheel
     tagger: "PerceptronTagger"
-    fingerprint: str  # of the weights: what was tagged with others is tagged anew
+    fingerprint: str  # of the weights: texts tagged with other weights are tagged again
 
 
-@functools.cache  # one process, one tagger, whatever the network does meanwhile
+@functools.cache  # one tagger per process, whatever happens to the network meanwhile
 def find_perceptron(source: str) -> Perceptron:
     """NLTK's averaged perceptron (Honnibal 2013) with NLTK's weights, or with those in the wheel.
 
-    auto: NLTK's where they are installed or can be fetched, else the wheel's. The two were trained apart and differ on
-    some words, so a run notes down which it had.
+    auto: NLTK's weights if they are installed or can be downloaded, else the wheel's. The two were trained separately
+    and differ on some words, so a run records which one it used.
     """
-    reason = "not asked for"  # of NLTK's
+    reason = "not requested"  # why NLTK's weights are not used
     if source in ("auto", "nltk"):
         tagger = _installed_by_nltk()
         if tagger is None:
@@ -136,10 +141,10 @@ def find_perceptron(source: str) -> Perceptron:
         tagger = _carried_by_wheel()
         if tagger is not None:
             return Perceptron("wheel", tagger, _fingerprint(tagger))
-    wheel = f"the wheel {WHEEL} is {'not asked for' if source == 'nltk' else 'not installed'}"
+    wheel = f"the wheel {WHEEL} is {'not requested' if source == 'nltk' else 'not installed'}"
     other = "" if source == "auto" else f" Or leave out --pos_tagger {source}."
     raise InputError(
-        f"--feature pos needs a tagger's weights: NLTK's {NLTK_DATA} are not to be had ({reason}), and {wheel}. "
+        f"--feature pos needs a tagger's weights: NLTK's {NLTK_DATA} are not available ({reason}), and {wheel}. "
         f"Run: {FETCH}, or: source setup.sh.{other}"
     )
 
@@ -153,7 +158,7 @@ def _fingerprint(tagger: "PerceptronTagger") -> str:
 
 
 class Words(NamedTuple):
-    """The tagged words of many texts, end to end."""
+    """The tagged words of many texts, concatenated."""
 
     counts: np.ndarray  # (texts,)
     begins: np.ndarray  # (words,), first character within its text
@@ -167,22 +172,22 @@ def tag_words(tagger: "PerceptronTagger", texts: list[str]) -> Words:
     tokenizer = NLTKWordTokenizer()
     counts, spans, tags = [], [], []
     for text in texts:
-        found = list(tokenizer.span_tokenize(text))
-        counts.append(len(found))
-        spans += found
-        tags += [TAG_IDS.get(tag, UNKNOWN) for _, tag in tagger.tag([text[begin:end] for begin, end in found])]
+        in_text = list(tokenizer.span_tokenize(text))
+        counts.append(len(in_text))
+        spans += in_text
+        tags += [TAG_IDS.get(tag, UNKNOWN) for _, tag in tagger.tag([text[begin:end] for begin, end in in_text])]
     begins, ends = np.array(spans, dtype=np.int32).reshape(-1, 2).T
     return Words(np.array(counts, dtype=np.int32), begins, ends, np.array(tags, dtype=np.uint8))
 
 
 def _tag_in_worker(source: str, texts: list[str]) -> Words:
-    return tag_words(find_perceptron(source).tagger, texts)  # found once a process
+    return tag_words(find_perceptron(source).tagger, texts)  # found once per process
 
 
 def tag_in_processes(source: str, texts: list[str], chunk: int = 1000) -> Words:
-    """In as many processes as there is work for, but no more than there are cores.
+    """Tag in as many processes as there is work for, but at most as many as there are cores.
 
-    joblib's processes are started afresh, not forked, so that torch's threads cannot hang them.
+    joblib starts new processes instead of forking, so torch's threads cannot make them hang.
     """
     from joblib import Parallel, cpu_count, delayed
 
@@ -194,16 +199,16 @@ def tag_in_processes(source: str, texts: list[str], chunk: int = 1000) -> Words:
 
 
 class PosTagger:
-    """Tags a data set's texts, or reads the tags where they were kept; then aligns them to word pieces."""
+    """Tags the texts of a data set, or reads their tags from the cache, and aligns them with word pieces."""
 
-    VERSION: ClassVar = 1  # of the files; to be raised with any change of what is in them
+    VERSION: ClassVar = 1  # of the cache files; raise it whenever their content changes
 
     def __init__(self, perceptron: Perceptron, folder: Path):
         self.perceptron, self.folder = perceptron, writable_directory(folder, "--pos_cache")
         self.words: dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}  # begins, ends, tags of a text's words
 
     def read(self, columns: Iterable[list[str]]) -> None:
-        """All texts of a data set: from here on they can be aligned. A repeated text is tagged once."""
+        """Tag all texts of a data set, so that they can be aligned. A repeated text is tagged once."""
         texts = list(dict.fromkeys(itertools.chain.from_iterable(columns)))
         path = self.folder / f"{self._key(texts)}.npz"
         words = _read_words(path, len(texts))
@@ -220,19 +225,19 @@ class PosTagger:
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
     def align(self, encoded: list[Encoding], sentences: list[str], pairs: list[str] | None = None) -> Tensor:
-        """Tag ids of all word pieces, end to end: a piece has the tag of the word in which it begins.
+        """The tag ids of all word pieces, concatenated: a piece has the tag of the word in which it begins.
 
-        The texts are thought of as laid side by side, so that one search finds the words of all pieces.
+        All texts are laid end to end on one axis, so that a single search finds the words of all pieces.
         """
         columns = [sentences] if pairs is None else [sentences, pairs]
         texts = [text for row in zip(*columns, strict=True) for text in row]
         sizes = np.array([len(text) + 1 for text in texts], dtype=np.int64)
         bases = sizes.cumsum() - sizes
-        found = [self.words[text] for text in texts]
-        shifts = bases.repeat([len(tags) for *_, tags in found])
-        # an empty word in front stands for none, so that there always is one to the left
-        begins, ends = (np.concatenate([[-1], shifts + np.concatenate([word[i] for word in found])]) for i in (0, 1))
-        tags = np.concatenate([[UNKNOWN], *(word[2] for word in found)])
+        tagged = [self.words[text] for text in texts]
+        shifts = bases.repeat([len(tags) for *_, tags in tagged])
+        # an empty word in front stands for "none", so that there is always one to the left
+        begins, ends = (np.concatenate([[-1], shifts + np.concatenate([word[i] for word in tagged])]) for i in (0, 1))
+        tags = np.concatenate([[UNKNOWN], *(word[2] for word in tagged)])
 
         rows = np.arange(len(encoded)).repeat([len(e.ids) for e in encoded])
         # 0 or 1: which text of the row; a special token belongs to neither
@@ -244,8 +249,22 @@ class PosTagger:
         return torch.from_numpy(np.where(column < 0, NOTHING, ids).astype(np.uint8))
 
 
+class TaggingTokenizer(BertTokenizer):
+    """A tokenizer whose encodings come with part-of-speech tags."""
+
+    def __init__(self, tokenizer: BertTokenizer, tagger: PosTagger):
+        super().__init__(tokenizer.vocabulary, lowercase=tokenizer.lowercase, max_length=tokenizer.max_length)
+        self.tagger = tagger
+
+    def prepare(self, columns: Iterable[list[str]]) -> None:
+        self.tagger.read(columns)
+
+    def tags(self, encoded: list[Encoding], sentences: list[str], pairs: list[str] | None) -> Tensor:
+        return self.tagger.align(encoded, sentences, pairs)
+
+
 def _read_words(path: Path, texts: int) -> Words | None:
-    """What was kept; None where nothing was, or where the file is damaged, which is said."""
+    """The stored tags; None if there are none, or with a note if the file is damaged."""
     if not path.is_file():
         return None
     try:
@@ -255,15 +274,15 @@ def _read_words(path: Path, texts: int) -> Words | None:
             raise ValueError("its sizes do not fit")
         return words
     except (OSError, ValueError, KeyError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
-        warn(f"{path}: the tags kept there are damaged ({error}). Tagged anew.")
+        warn(f"{path}: the stored tags are damaged ({error}). Tagging the texts again.")
         return None
 
 
-# --- features: sentences' vectors (B, H), what they were computed from -> (B, H) --------------------------------------
+# --- features: sentence vectors (B, H), the sentences themselves -> (B, H) --------------------------------------------
 
 
 class Feature(nn.Module):
-    """none: the vector as it is."""
+    """No feature: the vector is returned unchanged."""
 
     own_parameters: ClassVar[bool] = False
     needs_tags: ClassVar[bool] = False
@@ -276,11 +295,11 @@ class Feature(nn.Module):
 
 
 class PosFeature(Feature):
-    """W [v; mean_t e(tag_t)] + b over the sentence's word pieces, [CLS] and [SEP] left out. Paper 000, section 3.1.
+    """W [v; mean_t e(tag_t)] + b over the sentence's word pieces without [CLS] and [SEP]. Hicks & Liu, section 3.1.
 
-    Deviations: the paper tags word pieces, in every pass, which took it half a day; here words are tagged, once, as the
-    tagger was trained to. W starts as [I 0] and b as 0, so that training starts from the vector as it is; the
-    paper starts at random. P is not in the paper.
+    Deviations: the paper tags word pieces, in every pass, which took half a day; here words are tagged, once, as the
+    tagger was trained to do. W starts as [I 0] and b as 0, so training starts from the unchanged vector; the paper
+    starts from random weights. P is not given in the paper.
     """
 
     own_parameters = needs_tags = True
@@ -295,8 +314,8 @@ class PosFeature(Feature):
     def forward(self, vectors: Tensor, sentences: Encoded | None) -> Tensor:
         if sentences is None or sentences.pos_ids is None:
             raise InputError(
-                "--feature pos needs part-of-speech tags, which token ids alone do not tell. Use model.predict on a "
-                "batch of a Split that was tokenized with a tagger, or train with --feature none."
+                "--feature pos needs part-of-speech tags, which token ids alone do not carry. Use model.predict on a "
+                "batch of a Split that was tokenized with a TaggingTokenizer, or train with --feature none."
             )
         real = (sentences.pos_ids != NOTHING).to(self.embedding.weight.dtype)  # (B, T)
         weights = real / real.sum(dim=1, keepdim=True).clamp(min=1)  # all 0 for an empty text
@@ -310,25 +329,29 @@ FEATURES: dict[str, type[Feature]] = {"none": Feature, "pos": PosFeature}
 # --- flags ------------------------------------------------------------------------------------------------------------
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("features").add_argument
-    add("--feature", choices=sorted(FEATURES), default="none", help="what is added to a sentence's vector; pos: tags")
-    add("--pos_dim", type=number(int, 1, 4096), default=32, help="size of a tag's embedding")
-    add("--pos_tagger", choices=TAGGERS, default="auto",
-        help="whose weights; auto: NLTK's where at hand or to be fetched, else the wheel's")  # fmt: skip
-    add("--pos_cache", type=Path, help="where tags are kept; None: minbert/pos in the user's cache directory")
+def add_arguments(parser: ArgumentParser) -> None:
+    add = parser.section("input features")
+    pos = chosen("--feature", "pos")
+    add(
+        "--feature", choices=sorted(FEATURES), default="none", needs=ALWAYS, help="what is added to a sentence's vector"
+    )
+    add("--pos_dim", type=number(int, 1, 4096), default=32, needs=pos, help="size of a tag's embedding")
+    add("--pos_tagger", choices=TAGGERS, default="auto", needs=pos,
+        help="weights of the tagger; auto uses NLTK's if available, else the wheel's")  # fmt: skip
+    add("--pos_cache", type=Path, needs=pos, help="where tags are stored (default: minbert/pos in the user's cache)")
 
 
 def build_feature(args: argparse.Namespace, H: int) -> Feature:
     return FEATURES[args.feature](H, args.pos_dim)
 
 
-def build_tagger(args: argparse.Namespace) -> PosTagger | None:
-    """None where the feature reads no tags."""
+def build_tokenizer(args: argparse.Namespace, tokenizer: BertTokenizer) -> BertTokenizer:
+    """The tokenizer, with tags if the feature reads them."""
     if not FEATURES[args.feature].needs_tags:
-        return None
+        return tokenizer
     caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return PosTagger(find_perceptron(args.pos_tagger), Path(args.pos_cache or Path(caches) / "minbert" / "pos"))
+    folder = Path(args.pos_cache or Path(caches) / "minbert" / "pos")
+    return TaggingTokenizer(tokenizer, PosTagger(find_perceptron(args.pos_tagger), folder))
 
 
 def describe(args: argparse.Namespace) -> str:
@@ -336,7 +359,7 @@ def describe(args: argparse.Namespace) -> str:
     return f" | feature {args.feature}, tagger {args.pos_tagger}" if needed else ""
 
 
-def tagger_at_hand(args: argparse.Namespace) -> str:
-    """What --pos_tagger comes to on this machine, for a run to note down."""
+def available_tagger(args: argparse.Namespace) -> str:
+    """The tagger that --pos_tagger selects on this machine, for a run to record."""
     needed = FEATURES[args.feature].needs_tags
     return find_perceptron(args.pos_tagger).source if needed else args.pos_tagger

@@ -1,10 +1,10 @@
-"""Checks the prediction files of the handout's list, then packs them with the code for Gradescope.
+"""Check the prediction files that the handout requires, then pack them with the code for Gradescope.
 
     python prepare_submit.py
 
-Writes cs224n_default_final_project_submission.zip, whole or not at all: the top-level *.py files and the prediction
-files, as the handout asks, and the rest of "all necessary code for replicating your results": README, setup.sh,
-requirements and recipes. The same files give the same bytes.
+Writes cs224n_default_final_project_submission.zip, or nothing if there is a problem. The zip contains the top-level
+*.py files and the prediction files, as the handout asks, and the rest of "all necessary code for replicating your
+results": README, setup.sh, requirements and recipes. The same files always give the same bytes.
 """
 
 import argparse
@@ -13,7 +13,8 @@ import zipfile
 from pathlib import Path
 
 from evaluation import PREDICTION_FILES, check_file, print_scores
-from utils import ArgumentParser, InputError, atomic_path, run_script, warn, writable_directory
+from flags import ALWAYS, ArgumentParser
+from utils import InputError, atomic_path, run_script, warn, writable_directory
 
 ROOT = Path(__file__).parent
 OUTPUT = "cs224n_default_final_project_submission.zip"
@@ -24,36 +25,36 @@ MAKERS = {"1": "classifier.py with --option pretrain and with --option finetune"
 
 
 def check_places(args: argparse.Namespace) -> list[str]:
-    """What would go wrong whatever the prediction files hold."""
+    """Return the problems that do not depend on the contents of the prediction files."""
     problems = [
-        f"--{flag} {folder}: must be a directory, found none. Check the name."
+        f"--{flag} {folder}: must be a directory, found none. Check the path."
         for flag, folder in (("data", args.data), ("predictions", args.predictions))
         if not folder.is_dir()
     ]
     if args.output.suffix != ".zip" or args.output.is_dir():
-        found = "a directory" if args.output.is_dir() else f"the ending {args.output.suffix!r}"
-        problems.append(f"--output {args.output}: must be a file that ends in .zip, found {found}. Choose another.")
+        actual = "a directory" if args.output.is_dir() else f"the suffix {args.output.suffix!r}"
+        problems.append(f"--output {args.output}: must be a file that ends in .zip, found {actual}. Choose another.")
     if "1" in PARTS[args.part]:
         missing = [name for name in REQUIRED_CODE if not (ROOT / name).is_file()]
-        problems += [f"{ROOT / name}: must be there for Part 1, found no such file. Restore it." for name in missing]
+        problems += [f"{ROOT / name}: Part 1 needs this file, but it does not exist. Restore it." for name in missing]
     return problems
 
 
 def check_predictions(args: argparse.Namespace) -> tuple[dict[str, float], list[str]]:
-    """The dev scores of the files of the part, by name, and every problem, each once."""
+    """Return the dev scores of the part's files, by file name, and all problems without duplicates."""
     scores: dict[str, float] = {}
     problems: list[str] = []
     for name in names_of(args.part):
         part, task, split = PREDICTION_FILES[name]
         path = args.predictions / name
         if not path.exists():
-            problems.append(f"{path}: must be there for Part {part}, found no such file. Run {MAKERS[part]}.")
+            problems.append(f"{path}: Part {part} needs this file, but it does not exist. Run {MAKERS[part]}.")
             continue
-        value, found = check_file(path, task, args.data / task.filename(split), labeled=split == "dev")
-        problems += found
+        value, problems_of_file = check_file(path, task, args.data / task.filename(split), labeled=split == "dev")
+        problems += problems_of_file
         if value is not None:
             scores[name] = value
-    return scores, list(dict.fromkeys(problems))  # two files can fail by the same data file
+    return scores, list(dict.fromkeys(problems))  # a broken data file gives the same problem for two prediction files
 
 
 def names_of(part: str) -> list[str]:
@@ -61,11 +62,11 @@ def names_of(part: str) -> list[str]:
 
 
 def files_to_pack(args: argparse.Namespace) -> dict[str, Path]:
-    """Name in the zip -> file, in the order of the names."""
+    """Return a dict from the name in the zip to the file, sorted by name."""
     code = (path for pattern in CODE for path in ROOT.glob(pattern) if not path.name.startswith("."))
-    found = {path.relative_to(ROOT).as_posix(): path for path in code}
-    found |= {f"predictions/{name}": args.predictions / name for name in names_of(args.part)}
-    return dict(sorted(found.items()))
+    files = {path.relative_to(ROOT).as_posix(): path for path in code}
+    files |= {f"predictions/{name}": args.predictions / name for name in names_of(args.part)}
+    return dict(sorted(files.items()))
 
 
 def write_zip(output: Path, files: dict[str, Path]) -> None:
@@ -73,22 +74,27 @@ def write_zip(output: Path, files: dict[str, Path]) -> None:
     try:
         with atomic_path(output) as temporary, zipfile.ZipFile(temporary, "w") as archive:
             for name, path in files.items():
-                entry = zipfile.ZipInfo(name)  # dated 1980, so that the same files give the same bytes
-                entry.create_system, entry.compress_type = 3, zipfile.ZIP_DEFLATED  # 3: Unix, whose modes these are
+                entry = zipfile.ZipInfo(name)  # its date is always 1980, so the same files give the same bytes
+                entry.create_system, entry.compress_type = 3, zipfile.ZIP_DEFLATED  # 3: Unix, for the file modes below
                 entry.external_attr = (0o100755 if name.endswith(".sh") else 0o100644) << 16
                 archive.writestr(entry, path.read_bytes())
     except OSError as error:
-        raise InputError(f"--output {output}: could not be written; {error}. Mend it and run again.") from error
+        raise InputError(f"--output {output}: could not be written; {error}. Fix this and run again.") from error
 
 
 def get_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = ArgumentParser(prog="prepare_submit.py", description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    add("--data", type=Path, default=Path("data"), help="directory with the course's files, whose ids must be there")
-    add("--predictions", type=Path, default=Path("predictions"), help="directory with the prediction files")
-    add("--output", type=Path, default=Path(OUTPUT), help="the zip file to write")
-    add("--part", choices=sorted(PARTS), default="all", help="whose prediction files are needed, checked and packed")
-    return parser.parse_args(argv)
+    parser = ArgumentParser(
+        "prepare_submit.py", __doc__.splitlines()[0], "python prepare_submit.py --part 2", sections=("files",)
+    )
+    add = parser.section("files")
+    add("--data", type=Path, default=Path("data"), needs=ALWAYS,
+        help="directory with the course's files; every id in them needs a prediction")  # fmt: skip
+    add("--predictions", type=Path, default=Path("predictions"), needs=ALWAYS,
+        help="directory with the prediction files")  # fmt: skip
+    add("--output", type=Path, default=Path(OUTPUT), needs=ALWAYS, help="the zip file to write")
+    add("--part", choices=sorted(PARTS), default="all", needs=ALWAYS,
+        help="which part's prediction files to check and pack")  # fmt: skip
+    return parser.parse(argv)
 
 
 def main() -> None:
@@ -96,8 +102,8 @@ def main() -> None:
     problems = check_places(args)
     scores: dict[str, float] = {}
     if args.data.is_dir() and args.predictions.is_dir():
-        scores, of_files = check_predictions(args)
-        problems += of_files
+        scores, problems_of_files = check_predictions(args)
+        problems += problems_of_files
     if problems:
         for problem in problems:
             print(f"error: {problem}", file=sys.stderr)

@@ -1,4 +1,7 @@
-"""Which tasks make up each training step. A sampler sees the number of batches of each task and nothing else."""
+"""Samplers: which tasks take part in each training step. A sampler only knows the number of batches of each task.
+
+Student papers are cited by their authors; recipes/README.md lists them.
+"""
 
 import argparse
 import itertools
@@ -7,18 +10,21 @@ from typing import ClassVar
 
 import numpy as np
 
-from utils import InputError, number
+from flags import ALWAYS, ArgumentParser, number
+from utils import InputError
 
-Step = tuple[str, ...]  # the tasks of one update, in the order of the tasks
+TaskNames = tuple[str, ...]  # the tasks of one step, in the order of `batches`
 
 
 class Sampler:
-    """batches: in one pass over each task's data. steps_per_epoch: None for as many as the method itself has.
+    """Yields the tasks of every step of an epoch.
 
-    steps(epoch) is a function of the seed and the epoch (from 1) alone, so a resumed run sees what the whole one saw.
+    batches: number of batches in one pass over each task's data. steps_per_epoch: None for the sampler's own length.
+    steps(epoch) depends only on the seed and the epoch (from 1), so a resumed run sees the same steps as an
+    uninterrupted one.
     """
 
-    tasks_per_step: ClassVar[str]  # "one", or "all" that still have batches
+    tasks_per_step: ClassVar[str]  # "one", or "all" (every task that still has batches)
 
     def __init__(self, batches: dict[str, int], epochs: int, seed: int, steps_per_epoch: int | None = None):
         for name, count in batches.items():
@@ -26,32 +32,29 @@ class Sampler:
                 raise InputError(f"{name}: a task needs at least one batch, found {count}. Check its training data.")
         self.batches, self.epochs, self.seed, self.steps_per_epoch = batches, epochs, seed, steps_per_epoch
 
-    def steps(self, epoch: int) -> Iterator[Step]:
+    def steps(self, epoch: int) -> Iterator[TaskNames]:
         return itertools.islice(self._steps(epoch), self.length())
 
     def length(self) -> int:
-        """Steps in an epoch: the method's own number, or fewer where steps_per_epoch says so."""
+        """Number of steps in an epoch: the sampler's own length, capped at steps_per_epoch."""
         return min(self._length(), self.steps_per_epoch or self._length())
 
-    def total_steps(self) -> int:
-        return self.epochs * self.length()
-
-    def _steps(self, epoch: int) -> Iterator[Step]:
+    def _steps(self, epoch: int) -> Iterator[TaskNames]:
         raise NotImplementedError
 
     def _length(self) -> int:
         raise NotImplementedError
 
 
-# --- every batch in a fixed order -------------------------------------------------------------------------------------
+# --- fixed order ------------------------------------------------------------------------------------------------------
 
 
 class Sequential(Sampler):
-    """The whole of one task after the whole of another, every epoch. The baseline of paper 000."""
+    """All batches of the first task, then all of the second, and so on, in every epoch. The baseline of Hicks & Liu."""
 
     tasks_per_step = "one"
 
-    def _steps(self, epoch: int) -> Iterator[Step]:
+    def _steps(self, epoch: int) -> Iterator[TaskNames]:
         for name, count in self.batches.items():
             yield from itertools.repeat((name,), count)
 
@@ -60,11 +63,11 @@ class Sequential(Sampler):
 
 
 class RoundRobin(Sampler):
-    """One batch of every task a step; a task that has run out drops out. Paper 004, iteration 4; paper 003."""
+    """One batch of every task per step; a task that runs out drops out. Ramos & Dalmia, iteration 4; Chue et al."""
 
     tasks_per_step = "all"
 
-    def _steps(self, epoch: int) -> Iterator[Step]:
+    def _steps(self, epoch: int) -> Iterator[TaskNames]:
         for step in range(self._length()):
             yield tuple(name for name, count in self.batches.items() if step < count)
 
@@ -73,9 +76,9 @@ class RoundRobin(Sampler):
 
 
 class Combined(RoundRobin):
-    """One batch of every task a step, until the shortest task ends. Paper 000, section 4.3.1.
+    """One batch of every task per step, until the smallest task runs out. Hicks & Liu, section 4.3.1.
 
-    Deviation: the paper takes one example of each task at a time; a batch of one is --batch_size 1.
+    Deviation: the paper takes one example of each task at a time, which is --batch_size 1 here.
     """
 
     def _length(self) -> int:
@@ -83,19 +86,22 @@ class Combined(RoundRobin):
 
 
 class Balanced(RoundRobin):
-    """One batch of every task a step, until the longest task ends; shorter ones start anew. Paper 004, iteration 6."""
+    """One batch of every task per step, until the largest task runs out; smaller ones start over.
 
-    def _steps(self, epoch: int) -> Iterator[Step]:
+    Ramos & Dalmia, iteration 6.
+    """
+
+    def _steps(self, epoch: int) -> Iterator[TaskNames]:
         return itertools.repeat(tuple(self.batches), self._length())
 
 
-# --- one task a step, drawn with probability ~ N^alpha ----------------------------------------------------------------
+# --- one random task per step, with probability proportional to N^alpha -----------------------------------------------
 
 
 class Drawn(Sampler):
-    """Task i with probability N_i^alpha / sum_j N_j^alpha, N its number of batches (arXiv:1902.02671).
+    """Draws task i with probability N_i^alpha / sum_j N_j^alpha, N_i its number of batches (arXiv:1902.02671).
 
-    An epoch has steps_per_epoch steps, or as many as there are batches of all tasks.
+    An epoch has steps_per_epoch steps, by default as many as all tasks together have batches.
     """
 
     tasks_per_step = "one"
@@ -111,7 +117,7 @@ class Drawn(Sampler):
     def length(self) -> int:
         return self.steps_per_epoch or sum(self.batches.values())
 
-    def _steps(self, epoch: int) -> Iterator[Step]:
+    def _steps(self, epoch: int) -> Iterator[TaskNames]:
         generator = np.random.default_rng([self.seed, epoch])
         drawn = generator.choice(len(self.batches), size=self.length(), p=self.probabilities(epoch))
         names = list(self.batches)
@@ -119,27 +125,27 @@ class Drawn(Sampler):
 
 
 class Uniform(Drawn):
-    """Every task as often as any other: alpha = 0."""
+    """alpha = 0: every task is equally likely."""
 
     alpha = 0.0
 
 
 class Proportional(Drawn):
-    """Every example as often as any other: alpha = 1."""
+    """alpha = 1: every example is equally likely."""
 
     alpha = 1.0
 
 
 class SquareRoot(Drawn):
-    """In between: alpha = 0.5."""
+    """alpha = 0.5: in between."""
 
     alpha = 0.5
 
 
 class Annealed(Drawn):
-    """alpha = 1 - 0.8 (e - 1) / (E - 1) in epoch e of E: proportional first, then ever more even.
+    """alpha = 1 - 0.8 (e - 1) / (E - 1) in epoch e of E: proportional at first, then increasingly even.
 
-    Stickland & Murray 2019 (arXiv:1902.02671), on sampling tasks. Deviation: none; a single epoch has alpha = 1.
+    Stickland & Murray 2019 (arXiv:1902.02671). Deviation: none; if there is only one epoch, alpha = 1.
     """
 
     def exponent(self, epoch: int) -> float:
@@ -161,14 +167,15 @@ SAMPLERS: dict[str, type[Sampler]] = {
 # --- flags ------------------------------------------------------------------------------------------------------------
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("sampling")
-    group.add_argument("--sampler", choices=sorted(SAMPLERS), default="round_robin", help="which tasks make up a step")
-    group.add_argument(
-        "--steps_per_epoch",
-        type=number(int, 1, 10**9),
-        help="steps in an epoch, before --accumulate; None: as the sampler has. At most, where the order is fixed",
-    )
+def one_task_per_step(args: argparse.Namespace) -> bool:
+    return SAMPLERS[args.sampler].tasks_per_step == "one"
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    add = parser.section("steps: which tasks, and how their gradients are combined")
+    add("--sampler", choices=sorted(SAMPLERS), default="round_robin", needs=ALWAYS, help="which tasks make up a step")
+    add("--steps_per_epoch", type=number(int, 1, 10**9), needs=ALWAYS,
+        help="steps per epoch, before --accumulate (default: the sampler's own number)")  # fmt: skip
 
 
 def build_sampler(args: argparse.Namespace, batches: dict[str, int]) -> Sampler:

@@ -2,8 +2,9 @@
 
     python sanity_check.py
 
-Three references: minilm's outputs (made by `transformers`, see tests/make_references.py); a small random BERT's, which
-needs no download; and the course's own sanity_check.data for bert-base-uncased, where that file and the weights are.
+There are three references: the outputs of minilm (computed by `transformers`, see tests/make_references.py); those of a
+small random BERT, which needs no download; and the course's own sanity_check.data for bert-base-uncased, if that file
+and the weights are available.
 """
 
 import sys
@@ -26,19 +27,22 @@ TOLERANCE = 1e-5
 
 
 def distance(model: BertModel, inputs: dict[str, Tensor], expected: dict[str, Tensor], relative: float = 0.0) -> float:
-    """The largest difference, at real tokens and in the pooled output, beyond a share `relative` of the value."""
+    """Return the largest error at real tokens and in the pooled output.
+
+    An error is |output - expected| - relative * |expected|.
+    """
     with torch.no_grad():
-        found = model.eval()(**inputs)
+        outputs = model.eval()(**inputs)
     real = inputs["attention_mask"].bool()
     pairs = [
-        (found["last_hidden_state"][real], expected["last_hidden_state"][real]),
-        (found["pooler_output"], expected["pooler_output"]),
+        (outputs["last_hidden_state"][real], expected["last_hidden_state"][real]),
+        (outputs["pooler_output"], expected["pooler_output"]),
     ]
     return max(((a - b).abs() - relative * b.abs()).max().item() for a, b in pairs)
 
 
 def load(name: str) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-    """(inputs, expected outputs, weights) of a reference file; its keys are `kind/name`."""
+    """Return (inputs, expected outputs, weights) of a reference file; its keys are `kind/name`."""
     saved = np.load(REFERENCES / name)
     kinds: dict[str, dict[str, Tensor]] = {"input": {}, "output": {}, "weight": {}}
     for key in saved.files:
@@ -57,12 +61,12 @@ def check_tiny() -> float:
     words, H = weights["embeddings.word_embeddings.weight"].shape
     shape = {"vocab_size": words, "hidden_size": H, "intermediate_size": 4 * H, "num_hidden_layers": 2}
     model = BertModel(BertConfig(**shape, num_attention_heads=4, max_position_embeddings=16))
-    model.load_usual_weights(weights, REFERENCES / "sanity_tiny.npz")
+    model.load_published_weights(weights, REFERENCES / "sanity_tiny.npz")
     return distance(model, inputs, expected)
 
 
 def check_course() -> float | None:
-    """The course's reference: None where its file or bert-base-uncased is not at hand."""
+    """Compare with the course's reference; None if its file or bert-base-uncased is not available."""
     if not COURSE_FILE.is_file():
         return None
     try:
@@ -78,11 +82,11 @@ def main() -> int:
     checks = {"minilm": check_minilm, "a small random BERT": check_tiny, "bert-base-uncased": check_course}
     passed = []
     for name, check in checks.items():
-        off = check()
-        if off is None:
+        error = check()
+        if error is None:
             continue
-        if not off <= TOLERANCE:
-            message = f"BERT sanity check FAILED ({name}): off by {off:.1e}, tolerance {TOLERANCE:.0e}"
+        if not error <= TOLERANCE:  # also catches NaN
+            message = f"BERT sanity check FAILED ({name}): off by {error:.1e}, tolerance {TOLERANCE:.0e}"
             print(message, file=sys.stderr)
             return 1
         passed.append(name)

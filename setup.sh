@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Sets up everything the suite needs. Sourced, it leaves the environment active:
-#   source setup.sh                  what training needs, and the embedded stem minilm
-#   source setup.sh --dev            also what the tests need
-#   source setup.sh --course-data    also the course's data, from the starter repository (needs the network)
-# Uses the active virtual or conda environment; without one it creates .venv. Running it again takes a second.
+# Installs everything the project needs. Source it, so that the environment stays active:
+#   source setup.sh                  packages for training, and the encoder minilm
+#   source setup.sh --dev            also the packages for the tests
+#   source setup.sh --course-data    also the course's data, from the starter repository (needs a network connection)
+# Uses the active virtual or conda environment, or else creates .venv. Running it again takes about a second.
 
 STARTER_REPOSITORY=https://github.com/timothydai/minbert-default-final-project.git
 
@@ -17,18 +17,18 @@ _minbert_find_python() {
       return 0
     fi
   done
-  _minbert_say "needs Python 3.11 or later, found $(python3 --version 2>&1 || echo none). Install one, for example: conda create -n minbert python=3.12"
+  _minbert_say "Python 3.11 or later is needed, found $(python3 --version 2>&1 || echo none). Install it, for example: conda create -n minbert python=3.12"
   return 1
 }
 
 _minbert_environment() {
-  # Puts the environment's directory into MINBERT_ENV and activates it.
+  # Activates the environment and stores its directory in MINBERT_ENV.
   local root=$1 python
   MINBERT_ENV=${VIRTUAL_ENV:-${CONDA_PREFIX:-}}
   if [ -n "$MINBERT_ENV" ]; then
     _minbert_say "using the active environment $MINBERT_ENV"
     python -c 'import sys; sys.exit(sys.version_info < (3, 11))' && return 0
-    _minbert_say "it has $(python --version 2>&1), but Python 3.11 or later is needed. Deactivate it, or use a newer one."
+    _minbert_say "it has $(python --version 2>&1), but Python 3.11 or later is needed. Deactivate it, or activate a newer one."
     return 1
   fi
   MINBERT_ENV=$root/.venv
@@ -42,7 +42,7 @@ _minbert_environment() {
 }
 
 _minbert_install() {
-  # Installs one requirements file, unless this environment has exactly that file already.
+  # Installs one requirements file, unless exactly this file has already been installed in the environment.
   local file=$1 stamp
   shift
   stamp=$MINBERT_ENV/.minbert-$(basename "$file")
@@ -58,12 +58,12 @@ _minbert_install() {
 _minbert_course_data() {
   local root=$1 folder
   if [ -s "$root/data/ids-sst-train.csv" ]; then
-    _minbert_say "the course's data is in data/ already"
+    _minbert_say "the course's data is already in data/"
     return 0
   fi
   folder=$(mktemp -d)
   if ! GIT_TERMINAL_PROMPT=0 git clone --quiet --depth 1 "$STARTER_REPOSITORY" "$folder/starter" 2>"$folder/error"; then
-    _minbert_say "could not fetch the course's data: $(tail -n 1 "$folder/error"). Check the network, or copy the starter's data/*.csv into data/ yourself; data/sample works without it."
+    _minbert_say "could not fetch the course's data: $(tail -n 1 "$folder/error"). Check the network connection, or copy the starter's data/*.csv into data/ yourself. data/sample works without it."
     rm -rf "$folder"
     return 1
   fi
@@ -81,7 +81,7 @@ _minbert_setup() {
       --dev) dev=yes ;;
       --course-data) course=yes ;;
       -h | --help) sed -n '2,6s/^# \{0,1\}//p' "$root/setup.sh"; return 0 ;;
-      *) _minbert_say "unknown flag '$flag'; flags are --dev and --course-data."; return 2 ;;
+      *) _minbert_say "unknown flag '$flag'; the flags are --dev and --course-data."; return 2 ;;
     esac
   done
   _minbert_environment "$root" || return 1

@@ -1,18 +1,25 @@
-"""The tasks as rows of data, and the few types that travel between the rooms.
+"""The tasks as rows of data, what their predictions mean, and the types that travel between files.
 
-Shapes:  B batch   T tokens   H hidden size   C outputs of a task
+A task says what it predicts by an object: `Category(5)`, `Probability()` or `Number(0, 5)`. That object owns everything
+that depends on the meaning of the logits: how they are decoded and scored, which distribution they stand for, how far
+apart two outputs are, and which loss and head are used by default. Nothing else in the project asks what kind of task
+it deals with.
+
+Shapes:  B batch   T tokens   H hidden size   C logits of a task   G classes (2 for a probability, else C)   M models
 """
 
 import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import ClassVar, NamedTuple, Self
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+# --- batches and outputs ----------------------------------------------------------------------------------------------
 
 
 class Encoded(NamedTuple):
@@ -21,37 +28,39 @@ class Encoded(NamedTuple):
     token_ids: Tensor  # (B, T)
     attention_mask: Tensor  # (B, T), 1 = real token
     token_type_ids: Tensor  # (B, T), zeros unless a joined pair
-    pos_ids: Tensor | None = None  # (B, T), part-of-speech tag of each token, 0 for special ones; where asked for
+    pos_ids: Tensor | None = None  # (B, T), the part-of-speech tag of each token, 0 for special tokens; if requested
 
 
 class Output(NamedTuple):
+    """What the model returns for a batch."""
+
     logits: Tensor  # (B, C)
     vectors: tuple[Tensor, ...]  # one (B, H), or two for a bi-encoder
-    # What it takes to run the same pass again on other embeddings, with the same dropout masks; set while training.
+    # Needed to repeat the same pass on other embeddings with the same dropout masks; set in training mode.
     embeddings: Tensor | None = None  # (R, T, H), the embedding layer's output for the batch's R = B or 2B sentences
-    random_state: dict[str, Tensor] | None = None  # of the generators, before the first layer
-    # What a loss may ask the model for besides.
-    score: Callable[[tuple[Tensor, ...]], Tensor] | None = None  # the head's logits for other vectors than the batch's
-    again: Callable[[], "Output"] | None = None  # the same batch under other dropout masks; set while training
+    random_state: dict[str, Tensor] | None = None  # of the random generators, before the first layer
+    # What a loss or a regularizer may ask of the model in addition.
+    score: Callable[[tuple[Tensor, ...]], Tensor] | None = None  # the head's logits for vectors other than the batch's
+    again: Callable[[], "Output"] | None = None  # the same batch with new dropout masks; set in training mode
 
 
 def stack(sentences: tuple[Encoded, ...]) -> Encoded:
-    """All sentences of a batch below each other, for ONE forward pass: n times (B, T_i) -> (n B, max T_i)."""
+    """Stack all sentences of a batch for ONE forward pass: n times (B, T_i) -> (n B, max T_i)."""
     if len(sentences) == 1:
         return sentences[0]
     T = max(s.token_ids.size(1) for s in sentences)
 
-    def together(name: str) -> Tensor | None:
+    def concatenate(name: str) -> Tensor | None:
         parts = [getattr(s, name) for s in sentences]
         if any(part is None for part in parts):
             return None
-        return torch.cat([F.pad(part, (0, T - part.size(1))) for part in parts])  # masked, so any padding id will do
+        return torch.cat([F.pad(part, (0, T - part.size(1))) for part in parts])  # masked, so any padding id works
 
-    return Encoded(*map(together, Encoded._fields))
+    return Encoded(*map(concatenate, Encoded._fields))
 
 
 class Predictions(NamedTuple):
-    """What a model says of a whole split, in the order of its file."""
+    """A model's predictions for a whole split, in the order of its file."""
 
     ids: list[str]
     logits: np.ndarray  # (rows, C)
@@ -60,34 +69,17 @@ class Predictions(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Task:
-    """A row of data: nothing here knows about training."""
-
-    name: str  # prefix of flags, logs, prediction files
-    files: str  # the course's file name, with {} for train, dev, test-student
-    text_columns: tuple[str, ...]
-    label_column: str
-    parse_label: Callable[[str], int | float]  # raises ValueError with the rule
-    num_outputs: int  # C
-    kind: str  # what the logits mean: "category" (C of them), "probability" (one logit), "number" (one, 0 to 5)
-    decode: Callable[[Tensor], Tensor]  # logits (B, C) -> (B,)
-    score: Callable[[np.ndarray, np.ndarray], float]  # (predictions, labels) -> higher is better
-    csv_header: str  # literal, the handout's
-
-    def filename(self, split: str) -> str:
-        return self.files.format("test-student" if split == "test" else split)
-
-
-@dataclass(frozen=True)
 class Batch:
+    """Rows of one task, ready for the model."""
+
     task: str
     ids: list[str]
-    sentences: tuple[Encoded, ...]  # one, or two for a bi-encoded pair; empty where kept vectors suffice
+    sentences: tuple[Encoded, ...]  # one, or two for a bi-encoded pair; empty if the stored vectors are enough
     labels: Tensor | None  # (B,)
     vectors: tuple[Tensor, ...] | None = None  # the frozen encoder's output (B, H), computed once
-    views: tuple[tuple[int, ...], ...] = ((0,),)  # a head sees the vectors of each view; the logits' mean counts
-    texts: tuple[Tensor, ...] = ()  # (B,) for each of a row's texts: equal numbers where the token ids are equal
-    teacher: Tensor | None = None  # (B, C), another model's logits, to learn from
+    views: tuple[tuple[int, ...], ...] = ((0,),)  # the head scores each view's vectors; the logits are averaged
+    text_hashes: tuple[Tensor, ...] = ()  # (B,) per text column: equal numbers mean equal texts; if a loss reads them
+    teacher: Tensor | None = None  # (B, C), another model's logits to learn from
 
     def to(self, device: torch.device) -> Self:
         def move(tensor: Tensor | None) -> Tensor | None:
@@ -98,30 +90,236 @@ class Batch:
             sentences=tuple(Encoded(*map(move, encoded)) for encoded in self.sentences),
             labels=move(self.labels),
             vectors=None if self.vectors is None else tuple(map(move, self.vectors)),
-            texts=tuple(map(move, self.texts)),
+            text_hashes=tuple(map(move, self.text_hashes)),
             teacher=None if self.teacher is None else move(self.teacher),
         )
 
 
-def grades(count: int, lowest: int = 0) -> Callable[[str], int]:
-    """Labels lowest .. lowest + count - 1; `1.0` counts as 1, as Quora writes it."""
+# --- what a task predicts ---------------------------------------------------------------------------------------------
 
-    def parse(text: str) -> int:
-        rule = f"must be a whole number from {lowest} to {lowest + count - 1}" if count > 2 else "must be 0 or 1"
+
+class Target:
+    """What a task predicts: the meaning of its logits and labels. The subclasses are the kinds there are."""
+
+    noun: ClassVar[str]  # for messages: "a task that predicts a category"
+    default_loss: ClassVar[str]
+    default_head: ClassVar[str] = "linear"
+    uncertainty_factor: ClassVar[float] = 1.0  # of the loss under uncertainty weighting (losses.Uncertainty)
+    num_logits: int = 1  # C
+
+    def parse_label(self, text: str) -> int | float:
+        """Read a label; raise ValueError with the rule if it breaks it."""
+        raise NotImplementedError
+
+    def parse_prediction(self, text: str) -> float:
+        """Read a prediction as it stands in a prediction file; raise ValueError with the rule if it breaks it."""
+        return float(self.parse_label(text))
+
+    def decode(self, logits: Tensor) -> Tensor:
+        """Turn logits into predictions, as the leaderboard grades them: (B, C) -> (B,)."""
+        raise NotImplementedError
+
+    def score(self, predictions: np.ndarray, labels: np.ndarray) -> float:
+        """Compare predictions with labels, (rows,) each; higher is better."""
+        return accuracy(predictions, labels)
+
+    def share_of_overall(self, score: float) -> float:
+        """The score as it enters the mean over tasks that the 2024 leaderboard ranks by."""
+        return score
+
+    # Distributions
+
+    def log_probabilities(self, logits: Tensor) -> Tensor:
+        """The logarithms of the distribution over G classes that the logits stand for: (..., C) -> (..., G)."""
+        raise NotImplementedError
+
+    def as_logits(self, log_probabilities: Tensor) -> Tensor:
+        """The inverse of log_probabilities, up to a constant per row: (..., G) -> (..., C)."""
+        return log_probabilities
+
+    # Distances between two outputs, in float64: close to each other, two distributions differ by less than float32
+    # resolves, and B x C numbers are few.
+
+    def kl(self, reference: Tensor, other: Tensor) -> Tensor:
+        """KL(P || Q) = sum p (log p - log q), with P the reference's distribution: (B, C), (B, C) -> (B,)."""
+        log_p, log_q = (self.log_probabilities(logits.double()) for logits in (reference, other))
+        return (log_p.exp() * (log_p - log_q)).sum(dim=1)
+
+    def symmetrized_kl(self, reference: Tensor, other: Tensor) -> Tensor:
+        """KL(P || Q) + KL(Q || P) = sum (p - q) (log p - log q): (B, C), (B, C) -> (B,)."""
+        log_p, log_q = (self.log_probabilities(logits.double()) for logits in (reference, other))
+        return ((log_p.exp() - log_q.exp()) * (log_p - log_q)).sum(dim=1)
+
+    def divergence(self, reference: Tensor, other: Tensor) -> Tensor:
+        """l_s of SMART (Jiang et al. 2020): symmetrized KL for a classification, squared error for a regression."""
+        return self.symmetrized_kl(reference, other)
+
+    def dropout_divergence(self, reference: Tensor, other: Tensor) -> Tensor:
+        """The distance of two dropout passes in R-Drop (Liang et al. 2021): half the symmetrized KL divergence."""
+        return self.symmetrized_kl(reference, other) / 2
+
+    def distillation(self, logits: Tensor, teacher: Tensor, temperature: float) -> Tensor:
+        """T^2 KL(teacher || student) with both logits divided by the temperature T; the mean over the batch."""
+        log_q, log_p = (self.log_probabilities(x / temperature) for x in (logits, teacher))
+        return temperature**2 * (log_p.exp() * (log_p - log_q)).sum(dim=1).mean()
+
+    # Several models' logits (M, B, C), weights (M,) -> (B, C)
+
+    def mean_logits(self, logits: Tensor, weights: Tensor) -> Tensor:
+        """The weighted mean of the logits; after the softmax, the geometric mean of the probabilities."""
+        return torch.tensordot(weights, logits, dims=1)
+
+    def mean_probabilities(self, logits: Tensor, weights: Tensor) -> Tensor:
+        """The weighted mean of the probabilities, as logits, computed in the log domain so that it stays finite."""
+        weighted = self.log_probabilities(logits) + weights.log()[:, None, None]  # (M, B, G)
+        return self.as_logits(weighted.logsumexp(dim=0))  # (B, G) -> (B, C)
+
+    def majority(self, logits: Tensor, weights: Tensor) -> Tensor:
+        """The class that most models predict.
+
+        The mean probability votes as well, as one more voter who splits its vote: it breaks ties and, being below 1,
+        decides nothing else. The result is a distribution, so a student can learn from it. Every model counts alike.
+        """
+        votes = torch.stack([self.decode(of_model) for of_model in logits]).long()  # (M, B)
+        log_p = self.log_probabilities(logits)  # (M, B, G)
+        ballots = F.one_hot(votes, log_p.size(-1)).sum(dim=0) + log_p.exp().mean(dim=0)  # (B, G)
+        shares = ballots / (len(logits) + 1)
+        return self.as_logits(shares.clamp_min(torch.finfo(shares.dtype).tiny).log())  # a share can underflow to zero
+
+
+@dataclass(frozen=True)
+class Category(Target):
+    """One of `num_logits` classes, one logit each. Labels 0 .. C-1; score: accuracy."""
+
+    num_logits: int
+    noun: ClassVar = "category"
+    default_loss: ClassVar = "ce"
+
+    def parse_label(self, text: str) -> int:
+        return whole_number(text, 0, self.num_logits - 1)
+
+    def decode(self, logits: Tensor) -> Tensor:
+        return logits.argmax(dim=1)
+
+    def log_probabilities(self, logits: Tensor) -> Tensor:
+        return logits.log_softmax(dim=-1)
+
+    def mean_logits(self, logits: Tensor, weights: Tensor) -> Tensor:
+        return super().mean_logits(logits, weights).log_softmax(dim=-1)
+
+
+@dataclass(frozen=True)
+class Probability(Target):
+    """Whether something holds: one logit, whose sigmoid is the probability. Labels 0 and 1; score: accuracy."""
+
+    noun: ClassVar = "probability"
+    default_loss: ClassVar = "bce"
+    # An untrained cosine c as a logit is 10 (c - 0.75): BERT's cosines are nearly all positive, so the even chance has
+    # to lie high (docs/PITFALLS.md, 27).
+    cosine_scale: ClassVar[tuple[float, float]] = (10.0, -7.5)
+
+    def parse_label(self, text: str) -> int:
+        return whole_number(text, 0, 1)
+
+    def decode(self, logits: Tensor) -> Tensor:
+        return logits.flatten().sigmoid().round()
+
+    def log_probabilities(self, logits: Tensor) -> Tensor:
+        """(..., 1) -> (..., 2). A single logit is never passed through a softmax, which would give the constant 1."""
+        return torch.cat([F.logsigmoid(-logits), F.logsigmoid(logits)], dim=-1)
+
+    def as_logits(self, log_probabilities: Tensor) -> Tensor:
+        return log_probabilities[..., 1:] - log_probabilities[..., :1]
+
+    def fraction(self, labels: Tensor) -> Tensor:
+        """Labels as fractions of their range: 0 to 1."""
+        return labels
+
+    def is_positive(self, labels: Tensor, threshold: float) -> Tensor:
+        """Which rows are positive pairs of a contrastive loss; the threshold is for numbers."""
+        return labels >= 1
+
+
+@dataclass(frozen=True)
+class Number(Target):
+    """A number from low to high, predicted as it is. Score: Pearson's correlation."""
+
+    low: float
+    high: float
+    noun: ClassVar = "number"
+    default_loss: ClassVar = "mse"
+    uncertainty_factor: ClassVar = 0.5
+
+    @property
+    def range(self) -> float:
+        return self.high - self.low
+
+    @property
+    def cosine_scale(self) -> tuple[float, float]:
+        """(a, b) so that a c + b is the first guess from a cosine c: 0 is the lowest number, 1 the highest."""
+        return float(self.range), float(self.low)
+
+    def parse_label(self, text: str) -> float:
+        rule = f"must be a number from {self.low:g} to {self.high:g}"
         value = _number(text, rule)
-        if value not in range(lowest, lowest + count):
+        if not self.low <= value <= self.high:
             raise ValueError(f"{rule}, found {text!r}")
-        return int(value)
+        return value
 
-    return parse
+    def parse_prediction(self, text: str) -> float:
+        return float(text)  # any number: a correlation does not mind the range
+
+    def decode(self, logits: Tensor) -> Tensor:
+        return logits.flatten()
+
+    def score(self, predictions: np.ndarray, labels: np.ndarray) -> float:
+        return pearson(predictions, labels)
+
+    def share_of_overall(self, score: float) -> float:
+        return (score + 1) / 2  # a correlation lies between -1 and 1
+
+    def fraction(self, labels: Tensor) -> Tensor:
+        """Labels as fractions of their range: 0 to 1."""
+        return (labels - self.low) / self.range
+
+    def is_positive(self, labels: Tensor, threshold: float) -> Tensor:
+        """Which rows are positive pairs of a contrastive loss: those with a label of at least `threshold`."""
+        return labels >= threshold
+
+    def log_probabilities(self, logits: Tensor) -> Tensor:
+        """A Bernoulli variable's: (..., 1) -> (..., 2).
+
+        The number x becomes the probability sigmoid(4 (x - middle) / range), which is tangent to (x - low) / range at
+        the middle and, unlike it, stays between 0 and 1 whatever a head returns.
+        """
+        x = 4 / self.range * (logits - (self.low + self.high) / 2)
+        return torch.cat([F.logsigmoid(-x), F.logsigmoid(x)], dim=-1)
+
+    def squared_error(self, reference: Tensor, other: Tensor) -> Tensor:
+        return (reference.double() - other.double()).square().sum(dim=1)
+
+    divergence = dropout_divergence = squared_error
+
+    def distillation(self, logits: Tensor, teacher: Tensor, temperature: float) -> Tensor:
+        """The mean squared difference from the teacher; a number has no temperature."""
+        return F.mse_loss(logits, teacher)
+
+    def mean_probabilities(self, logits: Tensor, weights: Tensor) -> Tensor:
+        """A number has no probabilities: the weighted mean."""
+        return self.mean_logits(logits, weights)
+
+    def majority(self, logits: Tensor, weights: Tensor) -> Tensor:
+        """The median; of an even number of models, the mean of the middle two."""
+        return torch.quantile(logits, 0.5, dim=0)
 
 
-def similarity(text: str) -> float:
-    rule = "must be a number from 0 to 5"
+def whole_number(text: str, low: int, high: int) -> int:
+    """Read a whole number from low to high; `1.0` counts as 1, as Quora writes it."""
+    rule = f"must be a whole number from {low} to {high}" if high - low > 1 else f"must be {low} or {high}"
     value = _number(text, rule)
-    if not 0 <= value <= 5:
+    if value not in range(low, high + 1):
         raise ValueError(f"{rule}, found {text!r}")
-    return value
+    return int(value)
 
 
 def _number(text: str, rule: str) -> float:
@@ -131,42 +329,72 @@ def _number(text: str, rule: str) -> float:
         raise ValueError(f"{rule}, found {text!r}") from None
 
 
-def most_likely(logits: Tensor) -> Tensor:
-    return logits.argmax(dim=1)
-
-
-def more_likely_than_not(logits: Tensor) -> Tensor:
-    return logits.flatten().sigmoid().round()
-
-
-def as_it_is(logits: Tensor) -> Tensor:
-    return logits.flatten()
-
-
 def accuracy(predictions: np.ndarray, labels: np.ndarray) -> float:
     return float((predictions == labels).mean())
 
 
 def pearson(predictions: np.ndarray, labels: np.ndarray) -> float:
-    """Pearson's correlation; 0 where one side is constant, as nothing is explained then."""
+    """Pearson's correlation; 0 if one side is constant, since nothing is explained then."""
     x, y = (values.astype(np.float64) - values.mean(dtype=np.float64) for values in (predictions, labels))
     norm = math.sqrt((x @ x) * (y @ y))
     return float(x @ y / norm) if norm > 0 else 0.0
 
 
-SENTIMENT_HEADER = "id \t Predicted_Sentiment \n"
-ONE, TWO = ("sentence",), ("sentence1", "sentence2")
+# --- the tasks --------------------------------------------------------------------------------------------------------
 
-SST = Task("sst", "ids-sst-{}.csv", ONE, "sentiment", grades(5), 5, "category", most_likely, accuracy, SENTIMENT_HEADER)
+
+@dataclass(frozen=True)
+class Task:
+    """A row of data: nothing here knows about training."""
+
+    name: str  # prefix of flags, logs and prediction files
+    files: str  # the course's file name, with {} for train, dev, test-student
+    text_columns: tuple[str, ...]
+    label_column: str
+    predicts: Target
+    csv_header: str  # first line of a prediction file, literally the handout's
+
+    @property
+    def is_pair(self) -> bool:
+        return len(self.text_columns) == 2
+
+    def filename(self, split: str) -> str:
+        return self.files.format("test-student" if split == "test" else split)
+
+
+ONE_SENTENCE = ("sentence",)
+TWO_SENTENCES = ("sentence1", "sentence2")
+
+SST = Task(
+    name="sst",
+    files="ids-sst-{}.csv",
+    text_columns=ONE_SENTENCE,
+    label_column="sentiment",
+    predicts=Category(5),
+    csv_header="id \t Predicted_Sentiment \n",
+)
 CFIMDB = Task(
-    "cfimdb", "ids-cfimdb-{}.csv", ONE, "sentiment", grades(2), 2, "category", most_likely, accuracy, SENTIMENT_HEADER
+    name="cfimdb",
+    files="ids-cfimdb-{}.csv",
+    text_columns=ONE_SENTENCE,
+    label_column="sentiment",
+    predicts=Category(2),
+    csv_header="id \t Predicted_Sentiment \n",
 )
 PARA = Task(
-    "para", "quora-{}.csv", TWO, "is_duplicate", grades(2), 1, "probability", more_likely_than_not, accuracy,
-    "id \t Predicted_Is_Paraphrase \n",
-)  # fmt: skip
+    name="para",
+    files="quora-{}.csv",
+    text_columns=TWO_SENTENCES,
+    label_column="is_duplicate",
+    predicts=Probability(),
+    csv_header="id \t Predicted_Is_Paraphrase \n",
+)
 STS = Task(
-    "sts", "sts-{}.csv", TWO, "similarity", similarity, 1, "number", as_it_is, pearson,
-    "id \t Predicted_Similiary \n",  # the starter's spelling; the leaderboard expects it
-)  # fmt: skip
+    name="sts",
+    files="sts-{}.csv",
+    text_columns=TWO_SENTENCES,
+    label_column="similarity",
+    predicts=Number(0, 5),
+    csv_header="id \t Predicted_Similiary \n",  # the starter's spelling; the leaderboard expects it
+)
 TASKS = {task.name: task for task in (SST, CFIMDB, PARA, STS)}

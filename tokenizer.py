@@ -1,6 +1,7 @@
 """WordPiece tokenization on the Rust library `tokenizers`, with the vocabulary of the checkpoint."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,7 +21,7 @@ SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
 def read_vocabulary(folder: Path) -> list[str]:
-    """Every word piece in the order of its id: from vocab.txt, or out of tokenizer.json."""
+    """Every word piece in the order of its id, from vocab.txt or tokenizer.json."""
     lines, whole = folder / "vocab.txt", folder / "tokenizer.json"
     if lines.is_file():
         return lines.read_text(encoding="utf-8").rstrip("\n").split("\n")
@@ -35,7 +36,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 class BertTokenizer:
-    """Text -> `[CLS] a [SEP]` or `[CLS] a [SEP] b [SEP]`, at most max_length tokens, the longer side cut first."""
+    """Text -> `[CLS] a [SEP]` or `[CLS] a [SEP] b [SEP]`, at most max_length tokens; the longer side is cut first."""
 
     def __init__(self, vocabulary: list[str], *, lowercase: bool = True, max_length: int = 512):
         self.vocabulary, self.lowercase, self.max_length = vocabulary, lowercase, max_length
@@ -60,7 +61,7 @@ class BertTokenizer:
 
     @classmethod
     def from_pretrained(cls, name: str, *, max_length: int = 512) -> Self:
-        """The checkpoint's vocabulary and case; at most as many tokens as its BERT has positions."""
+        """The tokenizer of a checkpoint; max_length is lowered to the number of positions that its BERT has."""
         folder = find_checkpoint(name)
         try:
             settings, config = folder / "tokenizer_config.json", folder / "config.json"
@@ -76,8 +77,17 @@ class BertTokenizer:
             raise InputError(f"{folder}: its tokenizer files are damaged ({error}). Copy them again.") from error
 
     def encode(self, sentences: list[str], pairs: list[str] | None = None) -> list[tokenizers.Encoding]:
-        """One Encoding a sentence or pair: `.ids`, `.type_ids`, and `.overflowing` where it was cut. Unpadded."""
+        """One unpadded Encoding per sentence or pair: `.ids`, `.type_ids`, and `.overflowing` if it was truncated."""
         return self.rust.encode_batch(sentences if pairs is None else list(zip(sentences, pairs, strict=True)))
+
+    # Two hooks for a tokenizer that also tags parts of speech (pos.TaggingTokenizer); a plain one does nothing.
+
+    def prepare(self, columns: Iterable[list[str]]) -> None:
+        """Called with all texts of a data set before they are encoded."""
+
+    def tags(self, encoded: list[tokenizers.Encoding], sentences: list[str], pairs: list[str] | None) -> Tensor | None:
+        """A tag for every token of the encodings, concatenated; None if there are none."""
+        return None
 
     def __call__(
         self,
@@ -88,9 +98,11 @@ class BertTokenizer:
         padding: bool = True,
         truncation: bool = True,
     ) -> dict[str, Tensor]:
-        """Padded tensors (B, T): input_ids, token_type_ids, attention_mask. The keywords admit the starter's calls."""
+        """Padded tensors (B, T): input_ids, token_type_ids, attention_mask. The keywords are the starter's."""
         if (return_tensors, padding, truncation) != ("pt", True, True):
-            raise ValueError("only return_tensors='pt', padding=True, truncation=True; use encode() for ragged lists.")
+            raise ValueError(
+                "needs return_tensors='pt', padding=True, truncation=True. Use encode() for unpadded lists."
+            )
         encoded = self.encode(sentences, pairs)
         pad = torch.nn.utils.rnn.pad_sequence
 

@@ -1,13 +1,27 @@
-"""The one training loop: step, epoch, evaluation, checkpoints, resume. It knows no task and no flag."""
+"""The training loop of all scripts: step, epoch, evaluation, checkpoints, resuming.
 
-import argparse
+What happens here, in order:
+
+  1. A script builds a `Trainer` from the model, one loss function per task, optimizer, schedule, precision,
+     regularizer, weighting, gradient combiner and averager, and calls `fit`.
+  2. `fit` runs the epochs. For each it asks the script for the batches (`steps`), trains on them (`Trainer.epoch`),
+     asks the script for dev scores (`evaluate`), saves the weights if they are the best so far, writes a line to the
+     log, and saves the state from which the run can be resumed.
+  3. `Trainer.update` is one optimizer step. For every batch: forward pass, loss, regularizer, weighting, and backward
+     pass, which frees the graph. Then the tasks' gradients are combined, clipped and applied.
+  4. At the end, `fit` loads the best epoch's weights back into the model.
+
+Nothing here knows a task or a flag. Where to go next: model.py (the forward pass), losses.py, smart.py (regularizers),
+pcgrad.py (gradient combination), optimizer.py, and multitask_classifier.py, which puts them together.
+"""
+
 import itertools
 import json
 import math
 import operator
 import pickle
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
@@ -18,26 +32,24 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from tqdm import tqdm
 
-from base_bert import load_usual_state, usual_state
-from bert import ATTENTIONS
+from base_bert import checkpoint_state, load_checkpoint_state
 from losses import Equal
 from optimizer import NoAverage
 from pcgrad import GradientCombiner
 from smart import Regularizer
-from tasks import TASKS, Batch, Output
+from tasks import Batch, Output, Target
 from utils import (
     InputError,
     Precision,
     Run,
     atomic_path,
-    number,
     random_states,
     restore_random_states,
     write_text,
 )
 
 Step = Sequence[Sequence[Batch]]  # one update: one or more draws, each with a batch of one or more tasks
-CHECK_EVERY = 20  # steps between looks at the losses: each look waits for the GPU
+CHECK_EVERY = 20  # steps between checks of the losses: each check waits for the GPU
 Item = TypeVar("Item")
 
 
@@ -49,23 +61,24 @@ def grouped(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
 
 
 @dataclass
-class Seen:
-    """What the training pass itself shows of an epoch; a loss that is NaN or infinite ends the run and is named."""
+class EpochRecord:
+    """Losses, penalties and predictions of one epoch's training pass. A loss that is NaN or infinite ends the run."""
 
-    losses: list[tuple[str, int, Tensor]] = field(default_factory=list)
-    penalties: dict[str, list[Tensor]] = field(default_factory=dict)  # what the regularizer added
-    values: dict[str, list[Tensor]] = field(default_factory=dict)  # decoded predictions
+    targets: Mapping[str, Target] = field(default_factory=dict)  # what each task predicts; tasks not in it are unscored
+    losses: list[tuple[str, int, Tensor]] = field(default_factory=list)  # task, step, loss
+    penalties: dict[str, list[Tensor]] = field(default_factory=dict)  # what the regularizer added, by task
+    values: dict[str, list[Tensor]] = field(default_factory=dict)  # decoded predictions, by task
     labels: dict[str, list[Tensor]] = field(default_factory=dict)
     checked: int = 0
 
     def add(self, batch: Batch, step: int, loss: Tensor, penalty: Tensor, logits: Tensor) -> None:
         self.losses.append((batch.task, step, (loss + penalty).detach()))
-        noted = [(self.penalties, penalty)]
-        if batch.task in TASKS:  # the objectives of pre-training have no score of a row
-            noted.append((self.values, TASKS[batch.task].decode(logits.detach().float())))  # numpy has no bfloat16
-            noted.append((self.labels, batch.labels))
-        for kept, tensor in noted:
-            kept.setdefault(batch.task, []).append(tensor.detach())
+        entries = [(self.penalties, penalty)]
+        if batch.task in self.targets:
+            values = self.targets[batch.task].decode(logits.detach().float())  # numpy has no bfloat16
+            entries += [(self.values, values), (self.labels, batch.labels)]
+        for table, tensor in entries:
+            table.setdefault(batch.task, []).append(tensor.detach())
         if len(self.losses) - self.checked >= CHECK_EVERY:
             self.check()
 
@@ -78,19 +91,19 @@ class Seen:
                 )
         self.checked = len(self.losses)
 
-    def means(self) -> dict[str, float]:
-        """The mean loss of every task, with what the regularizer added."""
+    def mean_losses(self) -> dict[str, float]:
+        """The mean loss of every task, including what the regularizer added."""
         self.check()
         tasks = dict.fromkeys(task for task, _, _ in self.losses)
         return {t: _mean([x for name, _, x in self.losses if name == t]) for t in tasks}
 
     def mean_penalties(self) -> dict[str, float]:
-        return {task: _mean(found) for task, found in self.penalties.items()}
+        return {task: _mean(penalties) for task, penalties in self.penalties.items()}
 
     def scores(self) -> dict[str, float]:
-        """Scores on the training rows as they were met, dropout and all: no second pass over the training set."""
+        """Scores on the training rows as they were seen, with dropout: no second pass over the training set."""
         return {
-            task: TASKS[task].score(*(torch.cat(kept[task]).cpu().numpy() for kept in (self.values, self.labels)))
+            task: self.targets[task].score(*(torch.cat(t[task]).cpu().numpy() for t in (self.values, self.labels)))
             for task in self.values
         }
 
@@ -101,20 +114,22 @@ def _mean(values: list[Tensor]) -> float:
 
 @dataclass
 class Trainer:
-    """What one update needs, put together by the scripts' builders."""
+    """All that an update needs; the scripts put it together."""
 
     model: nn.Module
-    objectives: dict[str, Callable[[Output, Batch], Tensor]]  # by task, the mean over the batch's examples
+    objectives: dict[str, Callable[[Output, Batch], Tensor]]  # the loss function of each task
     optimizer: Optimizer
     schedule: LRScheduler
     precision: Precision
-    clip: float = 0.0  # largest norm of the gradient; 0: no clipping
+    clip: float = 0.0  # maximum norm of the gradient; 0: no clipping
     regularizer: Regularizer = field(default_factory=Regularizer)
     weighting: nn.Module = field(default_factory=lambda: Equal([], {}))
     combiner: GradientCombiner = field(default_factory=lambda: GradientCombiner((), None))
     averager: NoAverage = field(default_factory=NoAverage)
+    targets: Mapping[str, Target] = field(default_factory=dict)  # what the tasks predict, to score the training pass
 
-    def update(self, step: Step, seen: Seen, number: int) -> None:
+    def update(self, step: Step, record: EpochRecord, number: int) -> None:
+        """One optimizer step, the epoch's `number`-th."""
         scaler = self.precision.scaler
         for batch in itertools.chain.from_iterable(step):
             batch = batch.to(self.precision.device)
@@ -124,34 +139,34 @@ class Trainer:
                 penalty = self.regularizer(self.model, batch, output)
                 weighted = self.weighting(batch.task, loss + penalty) / len(step)
             self.combiner.backward(batch.task, scaler.scale(weighted))  # this task's graph is freed here
-            seen.add(batch, number, loss, penalty, output.logits)
+            record.add(batch, number, loss, penalty, output.logits)
         self.combiner.write_gradients(scaler.get_scale())
         if self.clip:
             scaler.unscale_(self.optimizer)
             nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
         scale = scaler.get_scale()
-        scaler.step(self.optimizer)  # passes over the step where fp16 overflowed
+        scaler.step(self.optimizer)  # skips the step if fp16 overflowed
         scaler.update()
         self.optimizer.zero_grad()
-        if scaler.get_scale() >= scale:  # it falls exactly where the step was passed over
+        if scaler.get_scale() >= scale:  # it decreases exactly if the step was skipped
             self.schedule.step()
             self.averager.update(self.model)
             self.regularizer.update(self.model)
 
-    def epoch(self, steps: Iterable[Step], label: str, total: int | None = None) -> Seen:
-        """One pass over the steps."""
+    def epoch(self, steps: Iterable[Step], label: str, total: int | None = None) -> EpochRecord:
+        """Train on these steps."""
         self.model.train()
-        seen = Seen()
+        record = EpochRecord(self.targets)
         with tqdm(total=total, desc=label, leave=False, disable=None) as bar:
             for number, step in enumerate(steps, start=1):
-                self.update(step, seen, number)
+                self.update(step, record, number)
                 bar.update()
-        seen.check()
+        record.check()
         self.averager.epoch_end(self.model)
-        return seen
+        return record
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a run must remember besides its progress: tensors and plain values only."""
+        """All that a run needs in order to be resumed, besides its progress: tensors and plain values only."""
         parts = {name: getattr(self, name).state_dict() for name in self._parts()}
         return parts | {"scaler": self.precision.scaler.state_dict(), "random": random_states(self.precision.device)}
 
@@ -190,24 +205,24 @@ def fit(
     resume: bool = False,
     on_epoch: Callable[[int, dict[str, float]], None] = lambda epoch, scores: None,
 ) -> dict[str, float]:
-    """Trains, evaluates after every epoch, and leaves the model with the weights of the best one.
+    """Train, evaluate after every epoch, and leave the model with the weights of the best epoch. Return its scores.
 
-    steps(epoch) are the updates of an epoch, steps_in(epoch) of them. evaluate() -> scores; the epoch with the highest
-    scores[select] is kept (operator.lt as `better`: with the lowest), the earlier one in a tie. patience: stop after so
-    many epochs without a better one; 0: never. keep_state: write state.pt after every epoch, from which `resume` goes
-    on. on_epoch(epoch, scores) comes when an epoch is evaluated and logged; what it raises ends the training there.
-    Returns the best scores.
+    steps: returns the updates of an epoch; steps_in: their number, for the progress bar. evaluate: returns the scores;
+    the epoch with the highest scores[select] is the best one (with the lowest if `better` is operator.lt), and the
+    earlier one in a tie. patience: stop after this many epochs without a better one; 0 means never. keep_state: write
+    state.pt after every epoch, so that `resume` can continue from it. on_epoch: called after an epoch has been
+    evaluated and logged; an exception that it raises ends the training.
     """
     progress = load_progress(trainer, run) if resume else Progress()
     if progress.epoch >= epochs:
-        print(f"{run.folder}: all {epochs} epochs are done, nothing is left to train", flush=True)
+        print(f"{run.folder}: all {epochs} epochs are done, nothing left to train", flush=True)
     for epoch in range(progress.epoch + 1, epochs + 1):
         if patience and progress.epoch - progress.best_epoch >= patience:
-            print(f"stopped: no better epoch in {patience}", flush=True)
+            print(f"stopped: no better epoch in the last {patience}", flush=True)
             break
         started = time.monotonic()
-        seen = trainer.epoch(steps(epoch), f"epoch {epoch}/{epochs}", steps_in(epoch) or None)
-        losses = seen.means()
+        record = trainer.epoch(steps(epoch), f"epoch {epoch}/{epochs}", steps_in(epoch) or None)
+        losses = record.mean_losses()
         progress.epoch = epoch
         with trainer.averager.applied(trainer.model):
             scores = evaluate()
@@ -216,7 +231,7 @@ def fit(
                 progress.best, progress.best_epoch = scores, epoch
                 save_best(trainer.model, run)
         run.log(
-            epoch=epoch, losses=losses, penalties=seen.mean_penalties(), train=seen.scores(), scores=scores,
+            epoch=epoch, losses=losses, penalties=record.mean_penalties(), train=record.scores(), scores=scores,
             best=is_best, gradients=trainer.combiner.means(),
         )  # fmt: skip
         if keep_state:
@@ -238,9 +253,9 @@ def epoch_line(epoch: int, losses: dict[str, float], scores: dict[str, float], i
 
 
 def save_best(model: nn.Module, run: Run) -> None:
-    """model.safetensors and config.json: the usual tools load the encoder, this suite the whole model."""
+    """Write model.safetensors and config.json: transformers loads the encoder from them, this suite the whole model."""
     with atomic_path(run.folder / "model.safetensors") as path:
-        save_file(usual_state(model), path, metadata={"format": "pt"})
+        save_file(checkpoint_state(model), path, metadata={"format": "pt"})
     write_text(run.folder / "config.json", json.dumps(model.bert.config.to_dict(), indent=2) + "\n")
 
 
@@ -249,8 +264,8 @@ def restore_best(model: nn.Module, run: Run) -> None:
     try:
         tensors = load_file(path)
     except Exception as error:  # safetensors raises its own type for a damaged file, OSError for a missing one
-        raise InputError(f"{path}: not a whole weights file ({error}). Train the run again.") from error
-    load_usual_state(model, tensors, path)
+        raise InputError(f"{path}: not a complete weights file ({error}). Train the run again.") from error
+    load_checkpoint_state(model, tensors, path)
 
 
 def save_progress(trainer: Trainer, progress: Progress, run: Run) -> None:
@@ -265,37 +280,9 @@ def load_progress(trainer: Trainer, run: Run) -> Progress:
         trainer.load_state_dict(state["trainer"])
         return Progress(**state["progress"])
     except FileNotFoundError as error:
-        raise InputError(f"--resume: {path} does not exist; no epoch was finished. Start anew with --name.") from error
+        raise InputError(
+            f"--resume: {path} does not exist; no epoch was finished. Start again with another --name."
+        ) from error
     except (RuntimeError, KeyError, ValueError, TypeError, EOFError, pickle.UnpicklingError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-        raise InputError(f"--resume: {path} cannot be used ({reason}). Start anew with another --name.") from error
-
-
-# --- flags ------------------------------------------------------------------------------------------------------------
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What every script that trains has: the encoder, the seed, the machine."""
-    add = parser.add_argument
-    add("--model", default="bert-base-uncased", help="minilm, a checkpoint's directory, a run, or a hub id")
-    add("--keep_layers", type=number(int, 1, 1000), help="keep the first n layers of BERT; None: all")
-    add("--attention", choices=sorted(ATTENTIONS), default="fastest", help="how attention is computed")
-    add("--seed", type=number(int, 0, 2**31), default=11711, help="of weights, batches and dropout")
-    add("--use_gpu", action="store_true", help="train on CUDA")
-    add("--precision", choices=sorted(Precision.DTYPES), default="fp32", help="a T4 has no bf16: fp16 there")
-
-
-def must_name_the_run(args: argparse.Namespace) -> None:
-    if args.resume and args.name is None:
-        raise InputError("--resume needs the name of the run to go on with, found no --name. Add --name NAME.")
-
-
-def add_loop_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the scripts with long runs have besides."""
-    add = parser.add_argument
-    add("--accumulate", type=number(int, 1, 4096), default=1,
-        help="draws of the sampler, or batches, over whose gradients one update takes the mean")  # fmt: skip
-    add("--compile", action="store_true", help="torch.compile the layers of BERT")
-    add("--checkpoint_activations", action="store_true", help="less memory: layers are computed again when going back")
-    add("--patience", type=number(int, 0, 1000), default=0, help="stop after so many epochs without a better; 0: never")
-    add("--dry_run", action="store_true", help="two steps of everything, in a temporary directory; nothing is kept")
+        raise InputError(f"--resume: {path} cannot be used ({reason}). Start again with another --name.") from error

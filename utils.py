@@ -1,4 +1,4 @@
-"""What every script needs and no method owns: errors, flags, seeds, device and precision, whole-file writes, runs."""
+"""What every script needs: errors, seeds, device and precision, safe file writes, run directories."""
 
 import argparse
 import contextlib
@@ -7,7 +7,6 @@ import hashlib
 import json
 import os
 import platform
-import re
 import subprocess
 import sys
 import tempfile
@@ -15,18 +14,18 @@ import time
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
-PACKAGES = ("torch", "numpy", "numba", "tokenizers")  # whose versions a run notes down
+PACKAGES = ("torch", "numpy", "numba", "tokenizers")  # a run records their versions
 
 # --- errors and messages ----------------------------------------------------------------------------------------------
 
 
 class InputError(ValueError):
-    """Something the user can mend. Its message is one line: what, rule, found, remedy. Scripts print it and exit 2."""
+    """A mistake that the user can fix; one line: what, rule, found, remedy. Scripts print it and exit with status 2."""
 
 
 def warn(message: str) -> None:
@@ -34,7 +33,7 @@ def warn(message: str) -> None:
 
 
 def run_script(main: Callable[[], None]) -> None:
-    """Runs a script's main; what the user can mend ends in one line and status 2, without a traceback."""
+    """Run a script's main. A mistake that the user can fix ends in one line and exit status 2, without a traceback."""
     keep_freed_memory()
     try:
         main()
@@ -47,59 +46,6 @@ def run_script(main: Callable[[], None]) -> None:
 def _fail(message: str, status: int) -> int:
     print(f"error: {message}", file=sys.stderr)
     return status
-
-
-# --- flags ------------------------------------------------------------------------------------------------------------
-
-
-class ArgumentParser(argparse.ArgumentParser):
-    """argparse with flag files: `@recipes/x.txt` stands for the flags in that file; `#` starts a comment."""
-
-    def __init__(self, **options: Any):
-        super().__init__(
-            fromfile_prefix_chars="@",
-            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-            allow_abbrev=False,
-            **options,
-        )
-
-    def error(self, message: str) -> NoReturn:
-        """One line, as for every other mistake, instead of all flags and then the line."""
-        if unreadable := re.match(r"\[Errno \d+\] (.+): '(.+)'$", message):  # argparse of a recipe
-            reason, path = unreadable.groups()
-            self.exit(2, f"error: {path}: cannot be read; {reason}. recipes/README.md lists all recipes.\n")
-        if re.match(r"unrecognized arguments: .*\.txt\b", message):
-            message += ". A file of flags is given as @FILE"
-        self.exit(2, f"error: {message.rstrip('.')}. See {self.prog} --help.\n")
-
-    def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
-        return arg_line.partition("#")[0].split()
-
-
-def number(kind: type, low: float, high: float, *, above: bool = False) -> Callable[[str], Any]:
-    """An argparse type: a number from low to high; `above` leaves out low itself."""
-
-    def parse(text: str) -> Any:
-        rule = f"must be {'above' if above else 'at least'} {low:g} and at most {high:g}"
-        try:
-            value = kind(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{rule}, found {text!r}") from None
-        if not (low < value if above else low <= value) or not value <= high:
-            raise argparse.ArgumentTypeError(f"{rule}, found {text!r}")
-        return value
-
-    return parse
-
-
-FINE_TUNE_MODES = {"last-linear-layer": "pretrain", "full-model": "finetune"}  # the later handouts' --option
-
-
-def fine_tune_mode(name: str) -> str:
-    """An argparse type: the option of that name."""
-    if name not in FINE_TUNE_MODES:
-        raise argparse.ArgumentTypeError(f"must be one of {', '.join(FINE_TUNE_MODES)}, found {name!r}")
-    return FINE_TUNE_MODES[name]
 
 
 # --- seeds, device, precision -----------------------------------------------------------------------------------------
@@ -118,7 +64,7 @@ def choose_device(use_gpu: bool) -> torch.device:
 
 
 def random_states(device: torch.device) -> dict[str, Tensor]:
-    """The generators that dropout draws from, on the CPU and on the GPU in use."""
+    """The states of the generators that dropout draws from, on the CPU and on the GPU in use."""
     states = {"cpu": torch.get_rng_state()}
     return states | ({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
 
@@ -131,7 +77,7 @@ def restore_random_states(states: dict[str, Tensor], device: torch.device) -> No
 
 @contextlib.contextmanager
 def replayed(state: dict[str, Tensor] | None, device: torch.device) -> Iterator[None]:
-    """Draws the same random numbers again as after `state` was taken, then goes on as if nothing had been drawn."""
+    """Draw the same random numbers again as after `state` was taken, then continue as if nothing had been drawn."""
     if state is None:
         yield
         return
@@ -144,7 +90,7 @@ def replayed(state: dict[str, Tensor] | None, device: torch.device) -> Iterator[
 
 
 class Precision:
-    """Mixed precision: an autocast context and a loss scaler, both of which do nothing in fp32."""
+    """Mixed precision: an autocast context and a loss scaler; in fp32 both do nothing."""
 
     DTYPES: ClassVar = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -157,9 +103,9 @@ class Precision:
 
 
 def keep_freed_memory() -> None:
-    """Tells glibc to keep freed blocks of up to 32 MB, so that each training step finds the last one's memory mapped.
+    """Tell glibc to keep freed blocks of up to 32 MB, so that each training step reuses the previous step's memory.
 
-    By default it hands large blocks back to the kernel and faults them in anew, page by page: a twentieth of a step.
+    By default glibc returns large blocks to the kernel and maps them again page by page: about 5% of a step.
     """
     m_trim_threshold, m_mmap_threshold = -1, -3  # malloc.h
     with contextlib.suppress(OSError, AttributeError):  # not glibc
@@ -177,8 +123,16 @@ def sha256_of(path: Path) -> str:
 
 
 @contextlib.contextmanager
+def dry_run_directory() -> Iterator[Path]:
+    """Yield a temporary directory for everything that a dry run writes; at the end, say that nothing was kept."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+    print("dry run: two steps of everything went through; nothing was kept.")
+
+
+@contextlib.contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """A temporary name beside `path` to write to; renamed over it at the end, removed on failure."""
+    """Yield a temporary path beside `path` to write to; rename it to `path` at the end, remove it on failure."""
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     os.close(handle)
     temporary = Path(name)
@@ -191,28 +145,26 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a text file whole or not at all."""
+    """Write a text file completely or not at all."""
     with atomic_path(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 def writable_directory(path: Path, flag: str) -> Path:
-    """Creates the directory and makes sure that a file can be written there, before hours of training go by."""
+    """Create the directory and make sure that a file can be written there, before hours of training are spent."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
             return path
     except OSError as error:
-        raise InputError(
-            f"{flag} {path}: must be a directory that can be written to; {error.strerror}. Choose another."
-        ) from error
+        raise InputError(f"{flag} {path}: must be a writable directory; {error.strerror}. Choose another.") from error
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------
 
 
 class Run:
-    """One directory per training run: its flags and versions, its log, its best weights."""
+    """The directory of a training run: its flags and versions, its log, its best weights."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -221,19 +173,16 @@ class Run:
     @staticmethod
     def must_be_new(folder: Path) -> None:
         if folder.exists():
-            raise InputError(
-                f"{folder}: the run exists already. Give another --name, remove the directory, or go on with it by "
-                "--resume (multitask_classifier.py, pretrain.py)."
-            )
+            raise InputError(f"{folder}: the run exists already. Choose another --name, resume it, or remove it.")
 
     @classmethod
     def create(cls, folder: Path, args: argparse.Namespace, data: list[Path] | dict[str, str]) -> Self:
-        """data: the files, or their sha256 by path where it is known already."""
+        """data: the files that the run reads, or their sha256 by path if already known."""
         cls.must_be_new(folder)
         hashes = data if isinstance(data, dict) else {str(path): sha256_of(path) for path in data}
         writable_directory(folder, "--runs")
         facts = {
-            "args": _plain(vars(args)),
+            "args": _as_json(vars(args)),
             "command": sys.argv,
             "versions": {"python": platform.python_version()} | {p: version(p) for p in PACKAGES},
             "commit": _commit(),
@@ -244,34 +193,47 @@ class Run:
 
     @classmethod
     def reopen(cls, folder: Path) -> Self:
-        """A run that is there already; `facts` gives what it noted down at its start."""
+        """An existing run; `facts` returns what it recorded when it was started."""
         if not (folder / "args.json").is_file():
             raise InputError(f"{folder}: must be the directory of a run, but has no args.json. Check the name.")
         return cls(folder)
+
+    @classmethod
+    def resume(
+        cls,
+        folder: Path,
+        args: argparse.Namespace,
+        upgrade: Callable[[dict[str, Any]], dict[str, Any]],
+        data: list[Path],
+        may_differ: set[str],
+    ) -> Self:
+        """An existing run, if it was started with the same flags and the same data.
+
+        upgrade: completes the flags of a run that is older than some of them. may_differ: flags that do not matter.
+        """
+        run = cls.reopen(folder)
+        then, now = _as_json(upgrade(run.facts["args"])), _as_json(vars(args))
+        other = [key for key, value in now.items() if key not in may_differ and then.get(key) != value]
+        if other:
+            shown = ", ".join(f"--{key} {then.get(key)} (now {now[key]})" for key in other[:5])
+            shown += f" and {len(other) - 5} more" if len(other) > 5 else ""
+            raise InputError(f"{folder}: was started with {shown}. Use the same flags, or another --name.")
+        changed = [str(path) for path in data if run.facts["data_sha256"].get(str(path)) != sha256_of(path)]
+        if changed:
+            raise InputError(f"{folder}: {', '.join(changed)} changed since the run was started. Use another --name.")
+        return run
 
     @property
     def facts(self) -> dict[str, Any]:
         path = self.folder / "args.json"
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-            if not all(isinstance(found[table], dict) for table in ("args", "data_sha256")):
+            facts = json.loads(path.read_text(encoding="utf-8"))
+            if not all(isinstance(facts[table], dict) for table in ("args", "data_sha256")):
                 raise TypeError("it has no table of flags")
-            return found
+            return facts
         except (ValueError, KeyError, TypeError) as error:
             reason = f"{error} is missing" if isinstance(error, KeyError) else error
             raise InputError(f"{path}: must be JSON with a run's flags; {reason}. Train the run again.") from error
-
-    def must_match(self, args: argparse.Namespace, data: list[Path], may_differ: set[str]) -> None:
-        """Refuses to go on with other flags or other data than the run was started with."""
-        facts, now = self.facts, _plain(vars(args))
-        other = [k for k, v in now.items() if k not in may_differ and facts["args"].get(k) != v]
-        if other:
-            shown = ", ".join(f"--{k} {facts['args'].get(k)} (now {now[k]})" for k in other[:5])
-            shown += f" and {len(other) - 5} more" if len(other) > 5 else ""
-            raise InputError(f"{self.folder}: was started with {shown}. Give the same flags, or another --name.")
-        changed = [str(p) for p in data if facts["data_sha256"].get(str(p)) != sha256_of(p)]
-        if changed:
-            raise InputError(f"{self.folder}: {', '.join(changed)} changed since it was started. Give another --name.")
 
     def log(self, **event: Any) -> None:
         event["seconds"] = round(time.monotonic() - self.started, 2)
@@ -279,22 +241,21 @@ class Run:
             file.write(json.dumps(event) + "\n")
 
 
-def _plain(flags: dict[str, Any]) -> dict[str, Any]:
-    """Flags as JSON would give them back."""
+def _as_json(flags: dict[str, Any]) -> dict[str, Any]:
+    """The flags as they would be read back from JSON."""
     return json.loads(json.dumps(flags, default=str))
 
 
 def _commit() -> str | None:
-    """The project's commit, with a + where the work tree differs from it; None outside git."""
-    here = Path(__file__).parent
-    asked = ["git", "-C", str(here), "describe", "--always", "--dirty=+", "--abbrev=12"]
+    """The project's commit, followed by + if the work tree differs from it; None outside git."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+", "--abbrev=12"]
     try:
-        return subprocess.run(asked, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
 
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:
-    """(trainable, all)"""
+    """The number of trainable parameters, and of all."""
     sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
     return sum(n for n, trainable in sizes if trainable), sum(n for n, _ in sizes)

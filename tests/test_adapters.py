@@ -1,4 +1,4 @@
-"""Adapters: PALs against float64 NumPy, LoRA merged and not, mixout's statistics; what each touches and leaves."""
+"""Adapters: PALs against float64 NumPy, LoRA merged and unmerged, mixout's statistics; which weights each changes."""
 
 import argparse
 import copy
@@ -17,12 +17,12 @@ from test_training import Bench, assert_close, rising_scores, weights_of
 from torch import Tensor, nn
 
 import multitask_classifier
-from adapters import ADAPTERS, PAL, MixoutLayer, Updated
-from base_bert import usual_state
+from adapters import ADAPTERS, LINEARS, PAL, LinearWithUpdate, LoRA, Mixout, MixoutLayer, build_adapter
+from base_bert import checkpoint_state
 from bert import BertModel
 from config import BertConfig
-from multitask_classifier import MultitaskBERT
-from smart import REGULARIZERS, evaluating
+from model import MultitaskBERT
+from smart import REGULARIZERS, build_regularizer, evaluating
 from tasks import Batch, stack
 from training import restore_best, save_best
 from utils import InputError, Run
@@ -40,7 +40,7 @@ def bench(tiny_checkpoint: Path) -> Start:
 
 
 def stirred(one: Bench, what: str = "adapter.", std: float = 0.3) -> Bench:
-    """With weights so large that what is to be seen shows."""
+    """Make the weights so large that every effect is visible."""
     torch.manual_seed(3)
     for name, parameter in one.model.named_parameters():
         if name.startswith(what):
@@ -69,7 +69,7 @@ def norm(x: np.ndarray, w: Arrays, name: str) -> np.ndarray:
 
 
 def attention(x: np.ndarray, w: Arrays, name: str, heads: int) -> np.ndarray:
-    """Of one sentence without padding, head by head."""
+    """Attention within one sentence without padding, head by head."""
     q, k, v = (linear(x, w, f"{name}.{part}") for part in ("query", "key", "value"))
     out = []
     for columns in np.split(np.arange(q.shape[1]), heads):
@@ -128,7 +128,7 @@ def test_the_width_of_a_pal_is_the_papers_share_in_whole_heads(H: int, N: int, d
 def test_eight_tasks_pals_are_an_eighth_of_bert_base_as_in_the_paper():
     with torch.device("meta"):
         bert = BertModel(BertConfig())
-        pal = PAL(bert, list("abcdefgh"), argparse.Namespace(pal_dim=None))
+        pal = PAL(bert, list("abcdefgh"))
     encoder, added = (sum(p.numel() for p in module.parameters()) for module in (bert, pal))
     assert 1 + added / encoder == pytest.approx(1.13, abs=0.005)
 
@@ -146,18 +146,18 @@ def test_lora_merged_and_unmerged_give_the_same_outputs_and_the_update_is_that_o
     one = stirred(bench("--adapter", "lora", "--lora_r", 3, "--lora_alpha", 5, "--lora_on", "query", "interm_dense"))
     model, batches = one.model, one.draw(0, 3, 7)
     before, unmerged = weights_of(model), logits_of(model, *batches)
-    state = usual_state(model)
+    state = checkpoint_state(model)
     assert same(weights_of(model), before), "the model stays as it is"
     for i in range(2):
-        for ours, usual in (("self_attention.query", "attention.self.query"), ("interm_dense", "intermediate.dense")):
+        for ours, theirs in (("self_attention.query", "attention.self.query"), ("interm_dense", "intermediate.dense")):
             name = ours.rpartition(".")[2]
             A, B = (before[f"adapter.updates.{i}.{name}.{m}"].double() for m in "AB")
             wanted = before[f"bert.bert_layers.{i}.{ours}.weight"].double() + 5 / 3 * B @ A
             torch.testing.assert_close(
-                state[f"bert.encoder.layer.{i}.{usual}.weight"].double(), wanted, atol=1e-6, rtol=0
+                state[f"bert.encoder.layer.{i}.{theirs}.weight"].double(), wanted, atol=1e-6, rtol=0
             )
             assert not state[f"adapter.updates.{i}.{name}.B"].any()
-    layers = [module for module in model.modules() if isinstance(module, Updated)]
+    layers = [module for module in model.modules() if isinstance(module, LinearWithUpdate)]
     assert len(layers) == 4
     for layer in layers:
         with layer.merged():
@@ -165,11 +165,11 @@ def test_lora_merged_and_unmerged_give_the_same_outputs_and_the_update_is_that_o
     assert same(weights_of(model), before)
     plain = bench().model
     plain.load_state_dict({k: v for k, v in before.items() if not k.startswith("adapter.")})
-    assert not torch.allclose(logits_of(plain, *batches)[0], unmerged[0], atol=1e-2), "the update does something"
+    assert not torch.allclose(logits_of(plain, *batches)[0], unmerged[0], atol=1e-2), "the update has an effect"
 
 
 class Weights(nn.Module):
-    """A layer that gives its matrix away."""
+    """A layer that returns its weight matrix."""
 
     def __init__(self, weight: Tensor):
         super().__init__()
@@ -199,6 +199,71 @@ def test_mixout_takes_the_start_with_probability_p_and_keeps_the_mean():
     assert mixed(None, None) is layer.matrix
 
 
+# --- built from plain values, or from the flags -----------------------------------------------------------------------
+
+
+def small_bert() -> BertModel:
+    shape = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    return BertModel(BertConfig(**shape, intermediate_size=64))
+
+
+GIVEN = argparse.Namespace(pal_dim=12, lora_r=3, lora_alpha=5.0, lora_on=["key", "out_dense"], mixout_p=0.4)
+
+
+def test_adapters_take_values_and_the_flags_set_them() -> None:
+    shapes = []
+    for pal in (PAL(small_bert(), TASKS, 12), build_adapter_of("pal")):
+        assert list(pal.tasks) == list(TASKS)
+        shapes.append({name: p.shape for name, p in pal.named_parameters()})
+        assert pal.tasks["sst"].encoder.weight.shape == (12, 32)
+    assert shapes[0] == shapes[1]
+    for lora in (LoRA(small_bert(), TASKS, r=3, alpha=5.0, on=("key", "out_dense")), build_adapter_of("lora")):
+        assert [list(layer) for layer in lora.updates] == [["key", "out_dense"]] * 2
+        assert {update.scale for layer in lora.updates for update in layer.values()} == {5 / 3}
+        assert lora.updates[0]["out_dense"].A.shape == (3, 64)
+    for mixout in (Mixout(small_bert(), TASKS, 0.4), build_adapter_of("mixout")):
+        assert [layer.p for layer in mixout.mixed] == [0.4, 0.4]
+    none = build_adapter_of("none")
+    assert (type(none), list(none.parameters())) == (ADAPTERS["none"], [])
+
+
+def build_adapter_of(name: str) -> nn.Module:
+    return build_adapter(argparse.Namespace(adapter=name, **vars(GIVEN)), small_bert(), TASKS)
+
+
+def test_the_defaults_of_the_values_are_those_of_the_flags() -> None:
+    args = multitask_classifier.get_args([])
+    assert (args.pal_dim, args.lora_r, args.lora_alpha, args.lora_on, args.mixout_p) == (
+        None,
+        8,
+        8,
+        ["query", "value"],
+        0.7,
+    )
+    lora = LoRA(small_bert(), TASKS)
+    assert [list(layer) for layer in lora.updates] == [["query", "value"]] * 2
+    assert {(update.scale, len(update.A)) for layer in lora.updates for update in layer.values()} == {(1.0, 8)}
+    assert {layer.p for layer in Mixout(small_bert(), TASKS).mixed} == {0.7}
+    assert PAL(small_bert(), TASKS).tasks["sst"].encoder.weight.shape == (8, 32)
+
+
+MATRICES = {"query": "self_attention.query", "key": "self_attention.key", "value": "self_attention.value"}
+MATRICES |= {name: name for name in ("attention_dense", "interm_dense", "out_dense")}
+
+
+@pytest.mark.parametrize("name", LINEARS)
+def test_lora_replaces_each_matrix_where_it_is_and_keeps_its_parameter_names(name: str) -> None:
+    bert = small_bert()
+    names = [n for n, _ in bert.named_parameters()]
+    lora = LoRA(bert, TASKS, on=[name, name])
+    assert [n for n, _ in bert.named_parameters()] == names
+    for layer, updates in zip(bert.bert_layers, lora.updates, strict=True):
+        replaced = {n: m for n, m in layer.named_modules() if isinstance(m, LinearWithUpdate)}
+        assert replaced.keys() == {MATRICES[name]}
+        assert replaced[MATRICES[name]].update == (updates[name],)
+
+
 # --- properties of every entry ----------------------------------------------------------------------------------------
 
 
@@ -223,11 +288,11 @@ def test_under_an_adapter_a_prediction_never_depends_on_its_batch(name: str, ben
         (together,) = logits_of(one.model, one.batch(task, *range(8)))
         alone = torch.cat([logits_of(one.model, one.batch(task, row))[0] for row in range(8)])
         torch.testing.assert_close(together, alone, atol=2e-5, rtol=0)
-        assert alone.std(dim=0).min() > 1e-3, "rows differ, or the test would show nothing"
+        assert alone.std(dim=0).min() > 1e-3, "rows must differ, or the test proves nothing"
 
 
 def owner(name: str) -> str:
-    """bert, adapter, or the task whose own it is."""
+    """The owner of a parameter: bert, adapter, or a task."""
     own = re.match(r"(?:adapter\.tasks|heads|poolers)\.(\w+)\.", name)
     return own[1] if own else name.split(".")[0]
 
@@ -281,7 +346,7 @@ def test_a_copy_of_a_model_has_an_adapter_of_its_own(name: str, bench: Start):
 
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_a_pass_is_repeated_with_all_its_random_masks(name: str, bench: Start):
-    """What SMART relies on: without noise there is no difference."""
+    """SMART relies on this: without noise there is no difference."""
     one = stirred(bench("--adapter", name, dropout=True), "")
     for batch in one.draw(0, 3, 7):
         output = one.model.predict(batch)
@@ -291,7 +356,7 @@ def test_a_pass_is_repeated_with_all_its_random_masks(name: str, bench: Start):
 
 
 @pytest.mark.parametrize("only", [False, True])
-@pytest.mark.parametrize("regularizer", [name for name in REGULARIZERS if "+" not in name and name != "none"])
+@pytest.mark.parametrize("regularizer", [*(name for name in REGULARIZERS if name != "none"), "bregman+rdrop:0.5"])
 @pytest.mark.parametrize("name", TRAINED)
 def test_regularizers_train_with_an_adapter(name: str, regularizer: str, only: bool, bench: Start):
     flags = ["--adapter", name, "--regularizer", regularizer, *(["--adapter_only"] if only else [])]
@@ -310,7 +375,7 @@ def test_regularizers_train_with_an_adapter(name: str, regularizer: str, only: b
 def test_bregmans_teacher_runs_with_the_adapter_that_it_had(name: str, bench: Start):
     one = stirred(bench("--adapter", name, "--adapter_only"))
     args = argparse.Namespace(**vars(one.args) | {"regularizer": "bregman"})
-    regularizer, batch = REGULARIZERS["bregman"](args, one.model), one.batch("sts", 0, 3)
+    regularizer, batch = build_regularizer(args, one.model), one.batch("sts", 0, 3)
     before = one.model.predict(batch).logits.detach()
     stirred(one, std=2.0)
     output = one.model.predict(batch)
@@ -318,7 +383,7 @@ def test_bregmans_teacher_runs_with_the_adapter_that_it_had(name: str, bench: St
     torch.testing.assert_close(regularizer(one.model, batch, output), wanted, rtol=1e-4, atol=1e-6)
     assert wanted > 1e-4
     with evaluating(one.model):
-        assert torch.equal(one.model.predict(batch).logits, output.logits), "and the model has its own again"
+        assert torch.equal(one.model.predict(batch).logits, output.logits), "and the model has its own weights again"
 
 
 @pytest.mark.parametrize(
@@ -391,8 +456,8 @@ def test_the_encoder_of_a_run_loads_here_and_in_transformers_and_says_what_is_le
     save_best(one.model, Run(tmp_path))
     capsys.readouterr()
     ours = BertModel.from_pretrained(str(tmp_path)).eval()
-    note = "the task-specific adapters (PALs) of an earlier run are not used"
-    assert (note in capsys.readouterr().err) == (name == "pal")
+    others = "adapter, heads" if name in TRAINED else "heads"
+    assert capsys.readouterr().err == f"note: {tmp_path}: only the encoder is used, not its {others}.\n"
     theirs = transformers.AutoModel.from_pretrained(tmp_path).eval()
     batch = one.batch("sst", 0, 3)
     ids, mask, _ = stack(batch.sentences)[:3]
@@ -449,14 +514,14 @@ def test_a_run_says_what_it_trains_and_predicts_again_as_it_was_evaluated(
         assert not np.allclose(logits[1], logits[0], atol=1e-3)
     if "only" in case:
         start = BertModel.from_pretrained(str(tiny_checkpoint)).state_dict()
-        restored = done.models[1].bert.state_dict()
+        restored = done.models[-1].bert.state_dict()
         changed = {n for n in start if not torch.equal(start[n], restored[n])}
         assert all(re.search(r"self_attention\.key|out_dense", n) for n in changed)
         assert bool(changed) == ("lora" in case)
     before = done.predictions()
     again = run_multitask(tmp_path, Path(), "--predict_only", "--run", done.run)
     assert again.predictions() == before
-    assert same(load_file(done.run / "model.safetensors"), usual_state(again.models[0]))
+    assert same(load_file(done.run / "model.safetensors"), checkpoint_state(again.models[0]))
 
 
 def test_the_encoder_of_a_run_with_fewer_layers_is_a_checkpoint_with_fewer_layers(
@@ -464,7 +529,7 @@ def test_the_encoder_of_a_run_with_fewer_layers_is_a_checkpoint_with_fewer_layer
 ):
     flags = ["--option", "finetune", "--epochs", 1, "--adapter", "lora", "--lr", "1e-2"]
     first = run_multitask(tmp_path / "first", tiny_checkpoint, *flags, "--keep_layers", 1)
-    assert len(first.models[1].bert.bert_layers) == len(first.models[1].adapter.updates) == 1
+    assert len(first.models[-1].bert.bert_layers) == len(first.models[-1].adapter.updates) == 1
     before = first.predictions()
     run_multitask(tmp_path / "first", Path(), "--predict_only", "--run", first.run)
     assert first.predictions() == before

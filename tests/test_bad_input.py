@@ -1,5 +1,5 @@
-"""What a user can get wrong ends in one line with place, rule and remedy, before anything is written; odd but legal
-input passes, and what was left out is counted and named."""
+"""User errors end in one line with place, rule and remedy, before anything is written. Input that is odd but legal is
+accepted, and rows that are skipped are counted and named."""
 
 import json
 import re
@@ -21,7 +21,7 @@ from bert import BertModel
 from config import BertConfig
 
 HEADER = "\tid\tsentence\tsentiment\n"
-A_REMEDY = re.compile(r"[.?)] [A-Z]\w+ ")  # a further sentence after what was found
+A_REMEDY = re.compile(r"[.?)] [A-Z]\w+ ")  # another sentence after the found value
 
 
 Classify = Callable[..., Finished]
@@ -49,7 +49,7 @@ def classify(
     flags: list[str],
     run_main: Callable[..., Finished],
 ) -> Classify:
-    """Runs classifier.py within this process; flags given here come last, so they win."""
+    """Run classifier.py in this process. Flags given here come last and override the others."""
 
     def run(*more: object) -> Finished:
         return run_main(classifier, *flags, *more)
@@ -63,7 +63,7 @@ def in_subprocess(flags: list[str], *more: object) -> Finished:
 
 
 def rows(count: int = 8, **changed: str) -> str:
-    """The rows of a training file; row_3="..." stands in place of the third."""
+    """The rows of a training file; row_3="..." replaces the third."""
     plain = {f"row_{i}": f"{i}\tid{i}\tA film number {i} .\t{i % 5}\n" for i in range(1, count + 1)}
     return "".join((plain | changed).values())
 
@@ -89,32 +89,32 @@ BAD_FILES = {
     "a label above the range": (
         HEADER + rows(row_3="3\tid3\tA film .\t5\n"),
         "line 4: sentiment must be a whole number from 0 to 4, found '5'",
-        "Mend the row",
+        "Fix the row",
     ),
     "a label below the range": (
         HEADER + rows(row_1="1\tid1\tA film .\t-1\n"),
         "line 2: sentiment must be a whole number from 0 to 4, found '-1'",
-        "Mend the row",
+        "Fix the row",
     ),
     "a fraction for a grade": (
         HEADER + rows(row_8="8\tid8\tA film .\t2.5\n"),
         "line 9: sentiment must be a whole number from 0 to 4, found '2.5'",
-        "Mend the row",
+        "Fix the row",
     ),
     "a label that is not a number": (
         HEADER + rows(row_2="2\tid2\tA film .\tgood\n"),
         "line 3: sentiment must be a whole number from 0 to 4, found 'good'",
-        "Mend the row",
+        "Fix the row",
     ),
     "a label nan": (
         HEADER + rows(row_2="2\tid2\tA film .\tnan\n"),
         "line 3: sentiment must be a whole number from 0 to 4, found 'nan'",
-        "Mend the row",
+        "Fix the row",
     ),
     "a label inf": (
         HEADER + rows(row_2="2\tid2\tA film .\tinf\n"),
         "line 3: sentiment must be a whole number from 0 to 4, found 'inf'",
-        "Mend the row",
+        "Fix the row",
     ),
     "bytes that are not UTF-8": (
         (HEADER + rows(row_4="4\tid4\tA caf\xe9 film .\t1\n")).encode("latin-1"),
@@ -133,13 +133,13 @@ BAD_FILES = {
     ),
     "an id twice": (
         HEADER + rows(row_6="6\tid2\tA film .\t1\n"),
-        "line 7: ids must be unique, 'id2' stands in",
+        "line 7: ids must be unique, 'id2' appears in",
         "line 3 too",
         "Remove one",
     ),
     "an id twice but for case and spaces": (
         HEADER + rows(row_6="6\t ID2 \tA film .\t1\n"),
-        "line 7: ids must be unique, 'id2' stands in",
+        "line 7: ids must be unique, 'id2' appears in",
         "line 3 too",
         "Remove one",
     ),
@@ -173,14 +173,14 @@ def test_a_bad_file_of_the_second_task_is_refused_before_the_first_is_trained(
     path = task_files / "ids-cfimdb-train.csv"
     path.write_text(path.read_text().replace("\t1\n", "\t2\n"))
     finished = classify("--tasks", "sst", "cfimdb")
-    assert_refused(finished, tmp_path, path, "line 3: sentiment must be 0 or 1, found '2'", "Mend the row")
+    assert_refused(finished, tmp_path, path, "line 3: sentiment must be 0 or 1, found '2'", "Fix the row")
 
 
 def test_a_user_sees_one_line_and_status_2_for_a_bad_label(flags: list[str], task_files: Path, tmp_path: Path):
     path = task_files / "ids-sst-train.csv"
     path.write_text(HEADER + rows(row_3="3\tid3\tA film .\t5\n"))
     finished = in_subprocess(flags)
-    assert_refused(finished, tmp_path, path, "line 4: sentiment must be a whole number from 0 to 4, found '5'", "Mend")
+    assert_refused(finished, tmp_path, path, "line 4: sentiment must be a whole number from 0 to 4, found '5'", "Fix")
     assert finished.out == ""
 
 
@@ -189,12 +189,12 @@ def test_a_user_sees_one_line_and_status_2_for_a_bad_label(flags: list[str], tas
 
 @pytest.fixture
 def checkpoint(tiny_checkpoint: Path, tmp_path: Path) -> Path:
-    """A copy of the tiny checkpoint, to be spoilt."""
+    """A copy of the tiny checkpoint that a test may damage."""
     return Path(shutil.copytree(tiny_checkpoint, tmp_path / "checkpoint"))
 
 
 def as_pickle(checkpoint: Path, content: Any = None) -> Path:
-    """Puts pytorch_model.bin in place of model.safetensors."""
+    """Replace model.safetensors by pytorch_model.bin."""
     safe = checkpoint / "model.safetensors"
     path = checkpoint / "pytorch_model.bin"
     torch.save(load_file(safe) if content is None else content, path)
@@ -208,18 +208,20 @@ def cut(path: Path, size: int) -> None:
 
 def test_an_unknown_model_without_network_is_refused(flags: list[str], tmp_path: Path):
     finished = in_subprocess(flags, "--model", "no-such-bert-anywhere")
-    assert_refused(finished, tmp_path, "--model no-such-bert-anywhere", "neither a directory, nor", "--model minilm")
+    assert_refused(
+        finished, tmp_path, "--model no-such-bert-anywhere", "not a directory, not in the hub's cache", "--model minilm"
+    )
 
 
 @pytest.mark.parametrize("name", ["./nowhere", "../nowhere/at/all", "/nowhere", "~nobody/bert", "runs/tapt/sst"])
 def test_a_directory_that_does_not_exist_is_refused(name: str, classify: Classify, tmp_path: Path):
-    assert_refused(classify("--model", name), tmp_path, f"--model {name}: no such directory", "Give a directory")
+    assert_refused(classify("--model", name), tmp_path, f"--model {name}: no such directory", "Use a directory")
 
 
 def test_a_checkpoint_without_config_is_refused(classify: Classify, checkpoint: Path, tmp_path: Path):
     (checkpoint / "config.json").unlink()
     finished = classify("--model", checkpoint)
-    assert_refused(finished, tmp_path, f"{checkpoint}: has no config.json", "Give a checkpoint's directory")
+    assert_refused(finished, tmp_path, f"{checkpoint}: has no config.json", "Use the directory of a checkpoint")
 
 
 def test_a_checkpoint_without_vocabulary_is_refused(classify: Classify, checkpoint: Path, tmp_path: Path):
@@ -231,7 +233,7 @@ def test_a_checkpoint_without_vocabulary_is_refused(classify: Classify, checkpoi
 def test_a_checkpoint_without_weights_is_refused(classify: Classify, checkpoint: Path, tmp_path: Path):
     (checkpoint / "model.safetensors").unlink()
     finished = classify("--model", checkpoint)
-    parts = "has neither model.safetensors nor pytorch_model.bin", "Give a checkpoint's directory"
+    parts = "has neither model.safetensors nor pytorch_model.bin", "Use the directory of a checkpoint"
     assert_refused(finished, tmp_path, checkpoint, *parts)
 
 
@@ -240,7 +242,7 @@ def test_truncated_safetensors_are_refused(size: int, classify: Classify, checkp
     path = checkpoint / "model.safetensors"
     cut(path, size)
     finished = classify("--model", checkpoint)
-    assert_refused(finished, tmp_path, f"{path}: not a whole weights file", "Fetch or copy it again")
+    assert_refused(finished, tmp_path, f"{path}: not a complete weights file", "Download or copy it again")
 
 
 @pytest.mark.parametrize("size", [0, 2_000, -1_000])
@@ -270,7 +272,7 @@ def test_code_in_a_pickle_is_refused_and_never_runs(flags: list[str], checkpoint
     mark.unlink()
     finished = in_subprocess(flags, "--model", checkpoint)
     assert not mark.exists()
-    assert_refused(finished, tmp_path, f"{path}: holds more than tensors", "Use safetensors")
+    assert_refused(finished, tmp_path, f"{path}: contains more than tensors", "Use safetensors")
 
 
 NOT_WEIGHTS = {
@@ -391,7 +393,7 @@ def test_a_wrong_sha256_names_both_sums_and_the_remedy(tmp_path: Path):
         base_bert.verify_sha256(tmp_path / "absent", right)
 
 
-def test_the_embedded_stem_is_refused_where_its_sum_differs(
+def test_the_embedded_encoder_is_refused_where_its_sum_differs(
     classify: Classify, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     monkeypatch.setattr(base_bert, "MINILM_SHA256", "0" * 64)
@@ -399,7 +401,7 @@ def test_the_embedded_stem_is_refused_where_its_sum_differs(
     assert_refused(finished, tmp_path, "model.safetensors: sha256 must be 0000000000000000", "source setup.sh")
 
 
-def test_the_embedded_stem_is_refused_where_its_wheel_is_not_installed(
+def test_the_embedded_encoder_is_refused_where_its_wheel_is_not_installed(
     classify: Classify, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     monkeypatch.setattr(base_bert, "MINILM_PACKAGE", "no_such_package_anywhere")
@@ -426,7 +428,7 @@ def test_an_output_directory_that_cannot_be_made_is_refused(flag: str, below: st
     file = tmp_path / "a file"
     file.write_text("kept")
     finished = classify(flag, file / below)
-    assert_refused(finished, tmp_path, flag, file / below, "must be a directory that can be written to")
+    assert_refused(finished, tmp_path, flag, file / below, "must be a writable directory")
     assert file.read_text() == "kept"
     assert A_REMEDY.search(finished.err)
 
@@ -437,8 +439,7 @@ def test_an_existing_run_is_refused_and_left_alone(classify: Classify, tmp_path:
     log.write_text("kept")
     error = the_error(classify())
     assert f"{tmp_path / 'runs' / 'r' / 'sst'}: the run exists already" in error
-    assert "Give another --name" in error
-    assert "--resume" in error
+    assert "Choose another --name, resume it, or remove it" in error
     assert log.read_text() == "kept"
     assert list((tmp_path / "runs").rglob("*.*")) == [log]
     assert not list((tmp_path / "predictions").glob("*"))
@@ -461,12 +462,12 @@ NUMBERS = {
 
 @pytest.mark.parametrize(("flag", "value"), [(flag, value) for flag, values in NUMBERS.items() for value in values])
 def test_a_number_outside_its_range_is_refused(flag: str, value: str, classify: Classify, tmp_path: Path):
-    assert_refused(classify(flag, value), tmp_path, f"argument {flag}: must be ", " and at most ", f"found {value!r}")
+    assert_refused(classify(flag, value), tmp_path, f"error: {flag}: must be ", " and at most ", f"found {value!r}")
 
 
 def test_what_is_wrong_with_a_flag_is_one_line_that_names_the_help(classify: Classify, tmp_path: Path):
     finished = classify("--lr", "-1")
-    assert_refused(finished, tmp_path, "error: argument --lr: must be above 0 and at most 1, found '-1'")
+    assert_refused(finished, tmp_path, "error: --lr: must be above 0 and at most 1, found '-1'")
     assert finished.err.startswith("error: ")
     assert finished.err.endswith(" See classifier.py --help.\n")
     assert finished.err.count("\n") == 1
@@ -475,14 +476,14 @@ def test_what_is_wrong_with_a_flag_is_one_line_that_names_the_help(classify: Cla
 @pytest.mark.parametrize(
     ("flags_given", "parts"),
     [
-        (["--epoch", "3"], ["unrecognized arguments: --epoch 3"]),
-        (["--learning_rate", "3"], ["unrecognized arguments: --learning_rate 3"]),
-        (["@nowhere.txt"], ["nowhere.txt", "No such file"]),
-        (["--option", "freeze"], ["argument --option: invalid choice: 'freeze'", "pretrain", "finetune"]),
-        (["--fine-tune-mode", "half"], ["argument --fine-tune-mode: must be one of last-linear-layer, full-model"]),
-        (["--tasks", "sts"], ["argument --tasks: invalid choice: 'sts'", "cfimdb", "sst"]),
-        (["--precision", "fp8"], ["argument --precision: invalid choice: 'fp8'", "bf16", "fp16", "fp32"]),
-        (["--name"], ["argument --name: expected one argument"]),
+        (["--epoch", "3"], ["unknown flag --epoch.", "Did you mean --epochs?", "See classifier.py --help."]),
+        (["--learning_rate", "3"], ["unknown flag --learning_rate.", "See classifier.py --help."]),
+        (["@nowhere.txt"], ["@nowhere.txt: no such recipe.", "recipes/README.md lists them all."]),
+        (["--option", "freeze"], ["--option must be one of pretrain, finetune; found 'freeze'."]),
+        (["--fine-tune-mode", "half"], ["must be one of last-linear-layer, full-model, found 'half'"]),
+        (["--tasks", "sts"], ["--tasks must be one of cfimdb, sst; found 'sts'. Did you mean sst?"]),
+        (["--precision", "fp8"], ["--precision must be one of bf16, fp16, fp32; found 'fp8'."]),
+        (["--name"], ["--name: expected one argument"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
@@ -519,12 +520,12 @@ def assert_all_rows_used(finished: Finished, tmp_path: Path, notes: int = 0) -> 
 
 
 def with_sentence(text: str) -> Callable[[str], str]:
-    """Puts `text` into the middle of every sentence."""
+    """Insert `text` into the middle of every sentence."""
     return lambda content: content.replace(" film", f" {text} film")
 
 
 def quoted(content: str) -> str:
-    """Every sentence in quotation marks, over two lines."""
+    """Put every sentence into quotation marks, over two lines."""
     return re.sub(r"A (\w+) film([^\t\n]*)", r'"A \1' + "\n" + r'film ""so to say""\2"', content)
 
 
@@ -580,12 +581,12 @@ def test_a_test_file_needs_no_label_and_may_have_an_odd_first_column(
     assert_all_rows_used(classify(), tmp_path)
 
 
-def test_sentences_of_100000_characters_are_cut_and_counted(classify: Classify, task_files: Path, tmp_path: Path):
+def test_sentences_of_100000_characters_are_truncated_and_counted(classify: Classify, task_files: Path, tmp_path: Path):
     path = task_files / "ids-sst-dev.csv"
     path.write_text(path.read_text().replace("A bad", "bad " * 25_000).replace("A dull", "dull " * 20_000))
     finished = classify()
     assert_all_rows_used(finished, tmp_path, notes=1)  # rows 1 and 6 are bad, 2 and 7 are dull
-    assert f"note: {path}: 4 of 8 rows are longer than 512 tokens and were cut." in finished.err
+    assert f"note: {path}: 4 of 8 rows are longer than 512 tokens and were truncated." in finished.err
 
 
 def test_a_word_beyond_csvs_own_limit_of_131072_characters_is_legal(
@@ -607,7 +608,7 @@ def test_a_long_sentence_fits_a_checkpoint_with_few_positions(
     path.write_text(path.read_text().replace("A bad", "bad " * 100))
     finished = classify("--model", folder)
     assert_all_rows_used(finished, tmp_path, notes=1)
-    assert f"note: {path}: 2 of 8 rows are longer than 64 tokens and were cut." in finished.err
+    assert f"note: {path}: 2 of 8 rows are longer than 64 tokens and were truncated." in finished.err
 
 
 # --- skipped rows -----------------------------------------------------------------------------------------------------
@@ -644,7 +645,7 @@ def test_strict_data_makes_an_unusable_row_an_error(case: str, classify: Classif
     path = task_files / "ids-sst-train.csv"
     path.write_text(HEADER + rows(row_8=row))
     finished = classify("--strict_data")
-    assert_refused(finished, tmp_path, f"{path} line 9: {reason}", "Mend the row, or leave out --strict_data")
+    assert_refused(finished, tmp_path, f"{path} line 9: {reason}", "Fix the row, or leave out --strict_data")
 
 
 def test_a_file_of_unusable_rows_alone_is_refused(classify: Classify, task_files: Path, tmp_path: Path):
@@ -659,7 +660,7 @@ def test_an_open_quotation_mark_is_named_with_the_line_where_it_opens(
     path = task_files / "ids-sst-train.csv"
     path.write_text(HEADER + rows(row_3='3\tid3\t"A film .\t1\n'))  # it swallows rows 3 to 8, lines 4 to 9
     finished = classify("--strict_data")
-    assert_refused(finished, tmp_path, path, "sentiment is missing (a quotation mark left open?)", "Mend the row")
+    assert_refused(finished, tmp_path, path, "sentiment is missing (a quotation mark left open?)", "Fix the row")
     assert re.search(r"\blines? 4\b", finished.err)
 
 
@@ -668,7 +669,7 @@ def test_rows_joined_by_a_quotation_mark_that_closes_in_a_later_row_do_not_vanis
 ):
     path = task_files / "ids-sst-train.csv"
     path.write_text(HEADER + rows(row_3='3\tid3\t"A film .\t1\n', row_5='5\tid5\tA "film" .\t0\n'))
-    finished = classify()  # csv makes one row of lines 4 to 6: the id of the first with the label of the last
+    finished = classify()  # csv reads lines 4 to 6 as one row: the first line's id, the last line's label
     assert finished.status == 0
     assert "sst: train 5, dev 8, test 8 rows" in finished.out
     assert re.search(rf"^note: {re.escape(str(path))} lines 4 to 6: .*quotation mark", finished.err, re.MULTILINE)

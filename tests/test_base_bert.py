@@ -1,4 +1,4 @@
-"""Checkpoints: names, formats, old spellings, errors that list what is wrong; to `transformers` and back."""
+"""Checkpoints: names, formats, old spellings, errors that list every problem, exchange with `transformers`."""
 
 import http.server
 import json
@@ -15,7 +15,7 @@ from conftest import ROOT
 from safetensors.torch import load_file, save_file
 
 import base_bert
-from base_bert import find_checkpoint, load_usual_state, usual_state
+from base_bert import checkpoint_state, find_checkpoint, load_checkpoint_state
 from bert import BertModel
 from config import BertConfig
 from utils import InputError
@@ -30,7 +30,7 @@ def outputs(model: torch.nn.Module) -> torch.Tensor:
 
 
 def rewrite(source: Path, target: Path, change) -> Path:
-    """A copy of a checkpoint whose weights went through `change`."""
+    """Copy a checkpoint and apply `change` to its weights."""
     target.mkdir()
     (target / "config.json").write_bytes((source / "config.json").read_bytes())
     save_file(
@@ -61,9 +61,47 @@ def test_a_pre_training_checkpoint_loads_and_says_what_is_not_used(tmp_path: Pat
     config = transformers.BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64)
     theirs = transformers.BertForPreTraining(config)
     theirs.save_pretrained(tmp_path)
+    capsys.readouterr()  # their progress bar
     ours = BertModel.from_pretrained(str(tmp_path))
     torch.testing.assert_close(outputs(ours), outputs(theirs.bert), atol=1e-5, rtol=0)
-    assert "cls.*" in capsys.readouterr().err
+    assert capsys.readouterr().err == f"note: {tmp_path}: only the encoder is used, not its cls.\n"
+
+
+def test_a_classifiers_checkpoint_loads_with_one_note(tmp_path: Path, capsys) -> None:
+    torch.manual_seed(0)
+    config = transformers.BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64)
+    theirs = transformers.BertForSequenceClassification(config)
+    theirs.save_pretrained(tmp_path)
+    assert {name.partition(".")[0] for name in load_file(tmp_path / "model.safetensors")} == {"bert", "classifier"}
+    capsys.readouterr()  # their progress bar
+    ours = BertModel.from_pretrained(str(tmp_path))
+    torch.testing.assert_close(outputs(ours), outputs(theirs.bert), atol=1e-5, rtol=0)
+    assert capsys.readouterr().err == f"note: {tmp_path}: only the encoder is used, not its classifier.\n"
+
+
+def test_all_parts_beside_the_encoder_are_named_in_one_note_unless_the_caller_reads_them(
+    tiny_checkpoint: Path, tmp_path: Path, capsys
+) -> None:
+    def extend(weights: dict) -> dict:
+        others = ("qa_outputs.weight", "cls.predictions.bias", "heads.sst.bias", "heads.sts.bias", "loose")
+        return {f"bert.{k}": v for k, v in weights.items()} | {name: torch.zeros(2) for name in others}
+
+    folder = str(rewrite(tiny_checkpoint, tmp_path / "more", extend))
+    plain = outputs(BertModel.from_pretrained(str(tiny_checkpoint)))
+    assert capsys.readouterr().err == ""
+    every = "cls, heads, loose, qa_outputs"
+    for read, named in ((set(), every), ({"cls"}, "heads, loose, qa_outputs"), ({"cls", "absent"}, every[5:])):
+        assert torch.equal(outputs(BertModel.from_pretrained(folder, others_read=read)), plain)
+        assert capsys.readouterr().err == f"note: {folder}: only the encoder is used, not its {named}.\n"
+    BertModel.from_pretrained(folder, others_read={"cls", "heads", "loose", "qa_outputs"})
+    assert capsys.readouterr().err == ""
+
+
+def test_without_the_prefix_a_part_that_bert_does_not_have_is_an_error(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """A file of an encoder alone has no prefix and nothing beside the encoder."""
+    folder = rewrite(tiny_checkpoint, tmp_path / "odd", lambda weights: weights | {"classifier.bias": torch.zeros(2)})
+    with pytest.raises(InputError, match=r"1 unexpected: classifier\.bias"):
+        BertModel.from_pretrained(str(folder))
 
 
 def test_old_names_and_the_bert_prefix_are_mapped(tiny_checkpoint: Path, tmp_path: Path) -> None:
@@ -114,14 +152,15 @@ def test_a_missing_pooler_starts_at_random_and_it_says_so(tiny_checkpoint: Path,
     assert "no pooler" in capsys.readouterr().err
 
 
-def test_position_ids_of_old_checkpoints_are_passed_over_silently(
-    tiny_checkpoint: Path, tmp_path: Path, capsys
-) -> None:
-    def add_positions(weights: dict) -> dict:
-        return weights | {"embeddings.position_ids": torch.arange(512)[None]}
+def test_position_ids_of_old_checkpoints_are_ignored_silently(tiny_checkpoint: Path, tmp_path: Path, capsys) -> None:
+    for prefix in ("", "bert."):
 
-    BertModel.from_pretrained(str(rewrite(tiny_checkpoint, tmp_path / "older", add_positions)))
-    assert capsys.readouterr().err == ""
+        def add_positions(weights: dict, prefix: str = prefix) -> dict:
+            named = {f"{prefix}{k}": v for k, v in weights.items()}
+            return named | {f"{prefix}embeddings.position_ids": torch.arange(512)[None]}
+
+        BertModel.from_pretrained(str(rewrite(tiny_checkpoint, tmp_path / f"older{prefix}", add_positions)))
+        assert capsys.readouterr().err == ""
 
 
 def test_keep_layers_keeps_the_first_ones() -> None:
@@ -164,10 +203,10 @@ def test_the_first_layers_of_a_checkpoint_as_wide_as_bert_large_are_those_of_tra
 def test_bert_large_has_the_names_and_shapes_of_transformers(tmp_path: Path) -> None:
     config = transformers.BertConfig(**LARGE, num_hidden_layers=24)
     config.save_pretrained(tmp_path)
-    with torch.device("meta"):  # shapes alone: no memory, no time
+    with torch.device("meta"):  # only the shapes, without memory or time
         ours = BertModel(BertConfig.from_file(tmp_path / "config.json"))
         theirs = transformers.BertModel(config)
-    shapes = {base_bert.usual_name(name): p.shape for name, p in ours.named_parameters()}
+    shapes = {base_bert.published_name(name): p.shape for name, p in ours.named_parameters()}
     assert shapes == {name: p.shape for name, p in theirs.named_parameters()}
     assert sum(shape.numel() for shape in shapes.values()) == 335_141_888
 
@@ -180,23 +219,23 @@ def test_bert_large_has_the_names_and_shapes_of_transformers(tmp_path: Path) -> 
         ({"hidden_size": 30}, "multiple"),
     ],
 )
-def test_a_config_of_another_kind_is_refused(tiny_checkpoint: Path, tmp_path: Path, change: dict, named: str) -> None:
-    found = json.loads((tiny_checkpoint / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(found | change))
+def test_an_unsupported_config_is_refused(tiny_checkpoint: Path, tmp_path: Path, change: dict, named: str) -> None:
+    values = json.loads((tiny_checkpoint / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(values | change))
     with pytest.raises(ValueError, match=named):
         BertConfig.from_file(tmp_path / "config.json")
     with pytest.raises(InputError, match=named):
         BertModel.from_pretrained(str(tmp_path))
 
 
-def test_what_a_config_leaves_out_is_as_in_bert_base() -> None:
+def test_the_defaults_of_a_config_are_those_of_bert_base() -> None:
     theirs = transformers.BertConfig()
     for name, value in vars(BertConfig()).items():
         assert value == getattr(theirs, name), name
 
 
 class FakeHub:
-    """Stands for the hub's repository: some files exist. Only its absence is imitated."""
+    """A stand-in for a repository on the hub: it has the files in `folder` and reports all others as missing."""
 
     def __init__(self, folder: Path):
         self.folder, self.asked = folder, []
@@ -212,7 +251,7 @@ class FakeHub:
 
 @pytest.fixture(params=["", "no connection"], ids=["hub", "cache"])
 def unreachable(request, monkeypatch) -> str:
-    """With the hub at hand and, from its cache, without."""
+    """Run a test twice: with a reachable hub, and without one, from the cache."""
     monkeypatch.setattr(base_bert, "why_unreachable", lambda name: request.param)
     return request.param
 
@@ -238,7 +277,7 @@ def test_a_hub_id_without_weights_is_refused_with_the_reason(unreachable, tmp_pa
         find_checkpoint("someone/empty")
 
 
-# In a process of its own, because the hub's settings are read at import: what is found or raised, and the seconds.
+# Runs in its own process, because the hub reads its settings at import. Prints the result or error, then the seconds.
 FIND = """
 import sys, time, huggingface_hub.file_download
 from base_bert import InputError, find_checkpoint
@@ -266,14 +305,14 @@ CLOSED = "http://127.0.0.1:9"  # the discard port: nothing listens there
 @pytest.mark.parametrize("environment", [{"HF_ENDPOINT": CLOSED}, {"HTTPS_PROXY": CLOSED}], ids=["hub", "proxy"])
 def test_without_a_connection_an_unknown_hub_id_is_refused_within_seconds(environment, tmp_path: Path) -> None:
     answer, seconds = find_in_subprocess("someone/unknown", HF_HOME=str(tmp_path), **environment)
-    assert "--model someone/unknown: neither a directory" in answer
+    assert "--model someone/unknown: not a directory, not in the hub's cache, and not available from the hub" in answer
     assert "(no connection: " in answer
-    assert seconds < 10, "the hub's own client takes 23"
+    assert seconds < 10, "the hub's own client takes 23 seconds"
 
 
 @pytest.fixture
 def hub_server(tiny_checkpoint: Path):
-    """A small hub on this machine, serving one checkpoint. Busy at first: five requests are turned away."""
+    """A small local hub that serves one checkpoint. It answers the first five requests with 503 (busy)."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         refused = 0
@@ -320,7 +359,7 @@ def test_a_busy_hub_is_asked_again_and_its_files_serve_without_it_later(hub_serv
 
 
 class TwoHeads(torch.nn.Module):
-    """An encoder with a part that BERT does not have, heads, one of them under two names, and a buffer."""
+    """An encoder with a layer that BERT does not have, two heads, one of them under two names, and a buffer."""
 
     def __init__(self, seed: int, outputs: int = 3):
         super().__init__()
@@ -335,9 +374,9 @@ class TwoHeads(torch.nn.Module):
         self.weighting.register_buffer("scratch", torch.rand(3), persistent=False)
 
 
-def test_the_usual_state_of_a_model_comes_back_exactly(tmp_path: Path) -> None:
+def test_the_checkpoint_state_of_a_model_comes_back_exactly(tmp_path: Path) -> None:
     saved, loaded = TwoHeads(0), TwoHeads(1)
-    state = usual_state(saved)
+    state = checkpoint_state(saved)
     assert "bert.encoder.layer.1.output.LayerNorm.bias" in state
     assert "bert.bert_layers.1.adapter.weight" in state
     assert {k for k in state if not k.startswith("bert.")} == {
@@ -345,7 +384,7 @@ def test_the_usual_state_of_a_model_comes_back_exactly(tmp_path: Path) -> None:
     }  # fmt: skip
     assert not any(tensor.requires_grad for tensor in state.values())
     save_file(state, tmp_path / "model.safetensors")
-    load_usual_state(loaded, load_file(tmp_path / "model.safetensors"), tmp_path)
+    load_checkpoint_state(loaded, load_file(tmp_path / "model.safetensors"), tmp_path)
     ours, theirs = saved.state_dict(), loaded.state_dict()
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
@@ -354,15 +393,15 @@ def test_the_usual_state_of_a_model_comes_back_exactly(tmp_path: Path) -> None:
 def test_a_tensor_that_is_not_contiguous_is_saved_as_it_reads(tmp_path: Path) -> None:
     model = TwoHeads(0)
     model.heads["sst"].weight = torch.nn.Parameter(torch.rand(32, 5).t())
-    save_file(usual_state(model), tmp_path / "model.safetensors")
+    save_file(checkpoint_state(model), tmp_path / "model.safetensors")
     assert torch.equal(load_file(tmp_path / "model.safetensors")["heads.sst.weight"], model.heads["sst"].weight)
 
 
 def test_a_state_of_another_build_is_refused_with_everything_that_does_not_fit(tmp_path: Path) -> None:
-    state = usual_state(TwoHeads(0))
+    state = checkpoint_state(TwoHeads(0))
     state["heads.cfimdb.bias"] = state.pop("bert.pooler.dense.bias")
     with pytest.raises(InputError) as error:
-        load_usual_state(TwoHeads(1, outputs=4), state, tmp_path)
+        load_checkpoint_state(TwoHeads(1, outputs=4), state, tmp_path)
     message = str(error.value)
     assert message.startswith(f"{tmp_path}: the weights do not fit this model.")
     assert "1 missing: bert.pooler.dense.bias" in message
@@ -376,10 +415,11 @@ def test_the_encoder_of_a_multitask_run_loads_here_and_in_transformers(tmp_path:
     model.poolers = torch.nn.ModuleDict({"sst": torch.nn.Linear(32, 1)})
     model.shared_pair_layer = torch.nn.Linear(32, 32)
     model.bert.save_pretrained(tmp_path)  # for config.json
-    save_file(usual_state(model), tmp_path / "model.safetensors", metadata={"format": "pt"})
+    save_file(checkpoint_state(model), tmp_path / "model.safetensors", metadata={"format": "pt"})
     ours = BertModel.from_pretrained(str(tmp_path))
     assert torch.equal(outputs(ours), outputs(model.bert))
-    assert capsys.readouterr().err.count("the heads of an earlier run are not used") == 1
+    others = "heads, poolers, shared_pair_layer, weighting"
+    assert capsys.readouterr().err == f"note: {tmp_path}: only the encoder is used, not its {others}.\n"
     theirs = transformers.AutoModel.from_pretrained(tmp_path)
     torch.testing.assert_close(outputs(theirs), outputs(model.bert), atol=1e-5, rtol=0)
     cut = BertModel.from_pretrained(str(tmp_path), keep_layers=1)

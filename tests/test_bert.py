@@ -1,4 +1,4 @@
-"""bert.py against `transformers`: outputs, every gradient, training mode; and what a batch may not change."""
+"""Compare bert.py with `transformers` (outputs, gradients, training mode); check that batching changes nothing."""
 
 import copy
 
@@ -9,7 +9,7 @@ import transformers
 from transformers.models.bert.modeling_bert import BertSelfAttention as ReferenceAttention
 
 import bert
-from base_bert import find_checkpoint, usual_name
+from base_bert import find_checkpoint, published_name
 from bert import ATTENTIONS, BertModel
 from config import BertConfig
 from tokenizer import BertTokenizer
@@ -38,7 +38,7 @@ def at_real_tokens(outputs: dict[str, torch.Tensor], batch: dict[str, torch.Tens
 
 
 def some_loss(outputs: dict[str, torch.Tensor], batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """A scalar in which every output takes part, with weights that differ."""
+    """A scalar that depends on every output, each with a different weight."""
     return sum((x * torch.linspace(-1, 1, x.numel()).view_as(x)).mean() for x in at_real_tokens(outputs, batch))
 
 
@@ -49,8 +49,8 @@ def test_outputs_equal_those_of_transformers(pair_of_models, kind: str, attentio
     ours.use_attention(attention)
     batch = inputs(kind)
     with torch.no_grad():
-        found, expected = at_real_tokens(ours(**batch), batch), at_real_tokens(theirs(**batch), batch)
-    for a, b in zip(found, expected, strict=True):
+        actual, expected = at_real_tokens(ours(**batch), batch), at_real_tokens(theirs(**batch), batch)
+    for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
 
 
@@ -65,40 +65,40 @@ def test_gradients_of_every_parameter_equal_those_of_transformers(pair_of_models
         some_loss(model(**batch), batch).backward()
     expected = {name: p.grad for name, p in theirs.named_parameters()}
     for name, p in ours.named_parameters():
-        torch.testing.assert_close(p.grad, expected.pop(usual_name(name)), atol=1e-5, rtol=1e-4, msg=name)
+        torch.testing.assert_close(p.grad, expected.pop(published_name(name)), atol=1e-5, rtol=1e-4, msg=name)
     assert not expected, "every parameter of the reference was compared"
 
 
 def masked(x: torch.Tensor, p: float, calls: list[tuple[int, ...]]) -> torch.Tensor:
-    """Dropout with a mask that depends on how many calls came before: the same in both implementations."""
+    """Dropout whose mask depends only on the number of earlier calls, so both implementations get the same masks."""
     generator = torch.Generator().manual_seed(len(calls))
     calls.append(tuple(x.shape))
     return x * (torch.rand(x.shape, generator=generator) >= p) / (1 - p)
 
 
 def test_training_mode_equals_that_of_transformers_under_the_same_dropout_masks(pair_of_models, monkeypatch) -> None:
-    """TRAPS 7: dropout stands after the dense layer and on the attention weights. Both libraries see the same masks."""
+    """Dropout belongs after the dense layer and on the attention weights (docs/PITFALLS.md, 7)."""
     ours, theirs = (copy.deepcopy(m).train() for m in pair_of_models)
     ours.use_attention("written")
     batch = inputs("pairs")
     our_calls, their_calls = [], []
     monkeypatch.setattr(bert, "dropout", lambda x, p, training: masked(x, p, our_calls))
-    found = ours(**batch)
-    some_loss(found, batch).backward()
+    actual = ours(**batch)
+    some_loss(actual, batch).backward()
     monkeypatch.setattr(F, "dropout", lambda x, p=0.5, training=True, inplace=False: masked(x, p, their_calls))
     expected = theirs(**batch)
     some_loss(expected, batch).backward()
-    assert our_calls == their_calls, "the same dropouts, in the same order, on the same shapes"
+    assert our_calls == their_calls, "the same dropout calls, in the same order, on the same shapes"
     assert len(our_calls) == 1 + 3 * ours.config.num_hidden_layers
-    for a, b in zip(at_real_tokens(found, batch), at_real_tokens(expected, batch), strict=True):
+    for a, b in zip(at_real_tokens(actual, batch), at_real_tokens(expected, batch), strict=True):
         torch.testing.assert_close(a, b, atol=2e-5, rtol=0)
     reference = {name: p.grad for name, p in theirs.named_parameters()}
     for name, p in ours.named_parameters():
-        torch.testing.assert_close(p.grad, reference[usual_name(name)], atol=1e-5, rtol=1e-3, msg=name)
+        torch.testing.assert_close(p.grad, reference[published_name(name)], atol=1e-5, rtol=1e-3, msg=name)
 
 
 def test_the_reference_attention_is_the_eager_one(pair_of_models) -> None:
-    """transformers may change its default; the oracle must be the written-out version."""
+    """transformers may change its default; the reference must be the plain, unfused version."""
     layers = [m for m in pair_of_models[1].modules() if isinstance(m, ReferenceAttention)]
     assert layers
     assert {layer.config._attn_implementation for layer in layers} == {"eager"}
@@ -112,7 +112,7 @@ def tiny(**changes: float) -> BertModel:
 
 @pytest.mark.parametrize("attention", sorted(ATTENTIONS))
 def test_padding_and_neighbors_do_not_change_a_row(attention: str) -> None:
-    """TRAPS 8: whatever stands behind the mask, and whoever shares the batch, the outputs at real tokens stay."""
+    """Outputs at real tokens depend neither on padding nor on the other rows of the batch (docs/PITFALLS.md, 8)."""
     model = tiny().eval()
     model.use_attention(attention)
     ids = torch.randint(1, 100, (4, 12), generator=torch.Generator().manual_seed(1))
@@ -127,7 +127,7 @@ def test_padding_and_neighbors_do_not_change_a_row(attention: str) -> None:
 
 
 def test_segment_ids_change_the_output() -> None:
-    """TRAPS 3: they are passed on."""
+    """BERT receives the segment ids and uses them (docs/PITFALLS.md, 3)."""
     model = tiny().eval()
     ids, mask = torch.randint(1, 100, (1, 6)), torch.ones(1, 6, dtype=torch.long)
     plain, second = (model(ids, mask, s)["pooler_output"] for s in (torch.zeros_like(ids), torch.ones_like(ids)))
@@ -147,16 +147,16 @@ def test_the_padding_token_of_the_config_gets_no_gradient() -> None:
     assert model.word_embedding.weight.grad.any(dim=1).nonzero().flatten().tolist() == [0, 5, 7]
 
 
-def test_each_dropout_has_the_probability_that_the_config_gives_its_kind(monkeypatch) -> None:
+def test_each_dropout_uses_its_probability_from_the_config(monkeypatch) -> None:
     model = tiny(hidden_dropout_prob=0.2, attention_probs_dropout_prob=0.4).train()
     model.use_attention("written")
     used = []
     monkeypatch.setattr(bert, "dropout", lambda x, p, training: used.append(p) or x)
     model(torch.ones(1, 4, dtype=torch.long), torch.ones(1, 4, dtype=torch.long))
-    assert used == [0.2] + [0.4, 0.2, 0.2] * 2, "embeddings; then attention weights and two sums a layer"
+    assert used == [0.2] + [0.4, 0.2, 0.2] * 2, "the embeddings, then in every layer the attention weights and two sums"
 
 
-def test_the_fastest_attention_is_the_written_one_where_it_draws_masks_and_else_the_fused_one(monkeypatch) -> None:
+def test_the_fastest_attention_is_written_if_it_draws_dropout_masks_and_fused_otherwise(monkeypatch) -> None:
     assert all(layer.self_attention.attend is ATTENTIONS["fastest"] for layer in tiny().bert_layers), "the default"
     used = []
     for name in ("written_attention", "fused_attention"):
@@ -208,7 +208,7 @@ def test_bfloat16_and_autocast_run() -> None:
 
 
 def test_a_new_model_starts_as_bert_does() -> None:
-    """Normal weights of the config's width, biases zero, LayerNorm the identity."""
+    """Weights are normal with the config's standard deviation, biases are zero, LayerNorm is the identity."""
     model = tiny()
     for module in model.modules():
         if isinstance(module, torch.nn.Linear | torch.nn.Embedding):
@@ -219,7 +219,7 @@ def test_a_new_model_starts_as_bert_does() -> None:
             assert not module.bias.any()
 
 
-def test_every_layer_uses_the_attention_that_is_chosen() -> None:
+def test_every_layer_uses_the_chosen_attention() -> None:
     model = tiny()
     for name, attend in ATTENTIONS.items():
         model.use_attention(name)

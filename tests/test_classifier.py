@@ -1,4 +1,4 @@
-"""Part 1 end to end on tiny files, and the loop, the precision and the prediction files it rests on."""
+"""Part 1 end to end on tiny files; its training loop, mixed precision and prediction files."""
 
 import contextlib
 import io
@@ -22,16 +22,16 @@ from torch import Tensor, nn
 
 import classifier
 import optimizer
-from base_bert import usual_state
+from base_bert import checkpoint_state
 from bert import ATTENTIONS, BertModel
 from classifier import BertSentimentClassifier, get_args
 from config import BertConfig
 from datasets import Examples, Split
-from evaluation import keep_vectors, predict, score, write_predictions
+from evaluation import predict, score, with_stored_vectors, write_predictions
 from losses import cross_entropy
 from tasks import CFIMDB, PARA, SST, STS, Batch, Output, Predictions, Task
 from tokenizer import BertTokenizer
-from training import CHECK_EVERY, Seen, Step, Trainer, fit
+from training import CHECK_EVERY, EpochRecord, Step, Trainer, fit
 from utils import InputError, Precision, Run
 
 CPU = torch.device("cpu")
@@ -59,7 +59,7 @@ class Finished:
 
 
 def run_classifier(folder: Path, model: Path, *flags: object) -> Finished:
-    """Runs classifier.py within this process, both tasks, and looks on."""
+    """Run classifier.py on both tasks in this process and record the models and the calls of BERT."""
     write_task_files(folder / "data")
     done = Finished(folder, "", [], [])
     build_model, forward = classifier.build_model, BertModel.forward
@@ -167,8 +167,8 @@ def test_the_predictions_are_those_of_the_best_weights(runs: dict[str, Finished]
     done = runs["finetune"]
     for task, model in zip((SST, CFIMDB), done.models, strict=True):
         best = done.weights(task.name)
-        assert best.keys() == usual_state(model).keys()
-        assert all(torch.equal(tensor, best[name]) for name, tensor in usual_state(model).items())
+        assert best.keys() == checkpoint_state(model).keys()
+        assert all(torch.equal(tensor, best[name]) for name, tensor in checkpoint_state(model).items())
         words = ["good", "bad", "dull", "bright", "slow"]
         texts = [f"A {words[i % 5]} film ." for i in range(8)]
         split = Split.tokenize(Examples(task, [f"test{i:021d}" for i in range(8)], (texts,)), tokenizer)
@@ -199,7 +199,7 @@ def test_the_learning_rate_follows_the_option_unless_given():
 
 def test_a_frozen_bert_sees_every_row_once_and_in_eval_mode(runs: dict[str, Finished]):
     seen = runs["pretrain"].encoded
-    assert sum(rows for rows, _ in seen) == 2 * 3 * 8  # two tasks of three files of eight rows, over three epochs
+    assert sum(rows for rows, _ in seen) == 2 * 3 * 8  # two tasks with three files of eight rows, for all three epochs
     assert not any(training for _, training in seen)
 
 
@@ -252,14 +252,14 @@ def test_a_frozen_bert_is_in_eval_mode_although_train_was_called(build: Build):
     assert all(parameter.requires_grad for parameter in tuned.parameters())
 
 
-def test_kept_vectors_give_the_logits_of_the_whole_model(build: Build, split: Split):
+def test_stored_vectors_give_the_logits_of_the_whole_model(build: Build, split: Split):
     model = build(frozen=True).train()
-    kept = keep_vectors(model, split, 4, FP32)
-    assert kept.vectors[0].shape == (6, 32)
-    assert not kept.vectors[0].requires_grad
-    assert kept.ids == split.ids
+    stored = with_stored_vectors(model, split, 4, FP32)
+    assert stored.vectors[0].shape == (6, 32)
+    assert not stored.vectors[0].requires_grad
+    assert stored.ids == split.ids
     whole = predict(model, split, 4, FP32).logits
-    np.testing.assert_allclose(predict(model, kept, 3, FP32).logits, whole, atol=1e-6)
+    np.testing.assert_allclose(predict(model, stored, 3, FP32).logits, whole, atol=1e-6)
     np.testing.assert_allclose(predict(build(frozen=False), split, 2, FP32).logits, whole, atol=1e-6)
 
 
@@ -287,7 +287,7 @@ def test_a_prediction_does_not_depend_on_its_batch(attention: str, build: Build,
 
 
 class Watched(nn.Module):
-    """Remembers how it is asked to predict; its logits tell the row, by the number in its id."""
+    """Records the mode in which it is called. Its logits encode the number in a row's id."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -346,7 +346,7 @@ def test_prediction_files_are_literally_the_starters(task: Task, values: np.ndar
 def test_logits_are_decoded_and_written_as_the_leaderboard_reads_them(
     task: Task, logits: list[list[float]], values: str, tmp_path: Path
 ):
-    found = Predictions(["a1", "b2"], np.array(logits), task.decode(torch.tensor(logits)).numpy(), None)
+    found = Predictions(["a1", "b2"], np.array(logits), task.predicts.decode(torch.tensor(logits)).numpy(), None)
     write_predictions(tmp_path / "out.csv", task, found)
     assert (tmp_path / "out.csv").read_text() == task.csv_header + values
 
@@ -355,7 +355,7 @@ def test_logits_are_decoded_and_written_as_the_leaderboard_reads_them(
 
 
 class Head(nn.Module):
-    """A linear layer on kept vectors: the smallest model that the loop trains."""
+    """A linear layer on stored vectors: the smallest model that the loop can train."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -367,7 +367,7 @@ class Head(nn.Module):
 
 
 class HeadAndBert(Head):
-    """With an encoder that takes no part, so that the model can be saved."""
+    """A Head with an unused encoder, so that the model can be saved."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -404,9 +404,9 @@ def test_the_loss_is_the_mean_over_the_examples_in_the_batch(rows: int):
     batch, model = some_batch(rows), Head()
     logits = model.predict(batch).logits
     each = [-logits[i].log_softmax(0)[label].item() for i, label in enumerate(batch.labels)]
-    losses = Seen()
+    losses = EpochRecord()
     build_trainer(model).update([[batch]], losses, 1)
-    assert losses.means() == {"sst": pytest.approx(sum(each) / rows)}
+    assert losses.mean_losses() == {"sst": pytest.approx(sum(each) / rows)}
 
 
 def test_a_batch_repeated_within_itself_has_the_same_gradient():
@@ -437,7 +437,7 @@ def test_the_best_epochs_weights_are_restored(tmp_path: Path, capsys: pytest.Cap
         yield from [[[some_batch(seed=epoch)]], [[some_batch(3, seed=epoch + 10)]]]
 
     best = fit(build_trainer(model), steps, evaluate, "dev", 4, run)
-    assert best == {"dev": 0.9, "epoch": 2}, "the earlier one of a tie"
+    assert best == {"dev": 0.9, "epoch": 2}, "a tie goes to the earlier epoch"
     assert not same(after[1], after[3])
     assert same(weights_of(model), after[1])
     log = [json.loads(line) for line in (run.folder / "log.jsonl").read_text().splitlines()]
@@ -475,7 +475,7 @@ def test_a_loss_that_is_not_finite_stops_with_task_and_step(value: float, bad_st
     trainer = build_trainer(Head(), objective)
     with pytest.raises(InputError, match=rf"the loss of sst at step {bad_step} must be finite, found {value}\..*--lr"):
         trainer.epoch([[[some_batch()]]] * steps, "epoch", steps)
-    assert len(taken) - bad_step < CHECK_EVERY, "it is noticed soon"
+    assert len(taken) - bad_step < CHECK_EVERY, "it is noticed within a few steps"
 
 
 def test_a_user_sees_a_diverging_loss_as_one_line_and_keeps_no_predictions(
@@ -497,14 +497,14 @@ def test_half_precision_trains_and_leaves_finite_float32_weights(
 ):
     model, precision = build(), Precision(name, CPU)
     model.bert.use_attention(attention)
-    before, losses = weights_of(model), Seen()
+    before, losses = weights_of(model), EpochRecord()
     trainer = build_trainer(model.train(), precision=precision, clip=clip, rule=optimizer.AdamW)
     for step in (1, 2):
         trainer.update([[split.batch(torch.tensor([0, 1, 3, 5]))]], losses, step)
     after = weights_of(model)
     assert all(weight.dtype == torch.float32 and weight.isfinite().all() for weight in after)
     assert not same(before, after)
-    assert math.isfinite(losses.means()["sst"])
+    assert math.isfinite(losses.mean_losses()["sst"])
     half = predict(model, split, 4, precision)
     assert half.logits.dtype == np.float32
     assert not np.array_equal(half.logits, predict(model, split, 4, FP32).logits), "autocast is on"
@@ -517,11 +517,11 @@ def test_an_fp16_overflow_skips_the_step_cleanly(clip: float):
     factors = iter([1e36, 1.0])
     model, precision = Head(), Precision("fp16", CPU)
     trainer = build_trainer(model, lambda o, b: cross_entropy(o, b) * next(factors), precision, clip, optimizer.AdamW)
-    before, losses, scale = weights_of(model), Seen(), precision.scaler.get_scale()
+    before, losses, scale = weights_of(model), EpochRecord(), precision.scaler.get_scale()
     with warnings.catch_warnings(action="error"):
         trainer.update([[some_batch()]], losses, 1)
         assert same(before, weights_of(model))
-        assert not trainer.optimizer.state, "no moments of a step that was not taken"
+        assert not trainer.optimizer.state, "a skipped step leaves no moments"
         assert all(parameter.grad is None for parameter in model.parameters())
         assert precision.scaler.get_scale() == scale / 2
         trainer.update([[some_batch()]], losses, 2)
@@ -536,7 +536,7 @@ def test_a_step_in_half_precision_is_the_fp32_step_but_for_rounding(clip: float)
     for name in ("fp32", "fp16", "bf16"):
         model = Head()
         before = model.linear.weight.detach().clone()
-        build_trainer(model, precision=Precision(name, CPU), clip=clip).update([[some_batch()]], Seen(), 1)
+        build_trainer(model, precision=Precision(name, CPU), clip=clip).update([[some_batch()]], EpochRecord(), 1)
         steps[name] = model.linear.weight.detach() - before
     for name in ("fp16", "bf16"):
         assert (steps[name] - steps["fp32"]).norm() < 0.02 * steps["fp32"].norm()
@@ -551,7 +551,7 @@ def test_fp32_is_no_mixed_precision_at_all():
         assert not torch.is_autocast_enabled("cpu")
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
     model, plain = Head(), Head()
-    build_trainer(model, precision=precision).update([[some_batch()]], Seen(), 1)
+    build_trainer(model, precision=precision).update([[some_batch()]], EpochRecord(), 1)
     update = torch.optim.SGD(plain.parameters(), lr=1e-2)
     cross_entropy(plain.predict(some_batch()), some_batch()).backward()
     update.step()
@@ -565,7 +565,7 @@ def test_clipping_bounds_the_gradient_and_zero_means_none():
         trainer.optimizer.register_step_pre_hook(
             lambda update, *_: norms.append(nn.utils.get_total_norm(p.grad for p in update.param_groups[0]["params"]))
         )
-        trainer.update([[some_batch()]], Seen(), 1)
+        trainer.update([[some_batch()]], EpochRecord(), 1)
     assert norms[0] > 1
     assert norms[1].item() == pytest.approx(0.01, rel=1e-3)
 

@@ -1,9 +1,9 @@
-"""Files -> examples -> token ids -> batches: nothing lost, nothing changed on the way, little padding."""
+"""From files to examples, token ids and batches: nothing is lost or changed, and there is little padding."""
 
 import argparse
 import csv
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from datasets import (
-    Examples,
+    PAIRINGS,
     Ragged,
     SentenceClassificationDataset,
     SentenceClassificationTestDataset,
@@ -21,11 +21,10 @@ from datasets import (
     bucketed_rows,
     endless_batches,
     epoch_generator,
-    read_examples,
     read_split,
     sorted_rows,
-    training_batches,
 )
+from readers import Examples, read_examples
 from tasks import CFIMDB, PARA, SST, STS, TASKS, Batch, Encoded, Task
 from tokenizer import BertTokenizer
 
@@ -106,14 +105,14 @@ def test_labels_have_their_tasks_type(course: dict[tuple[str, str], Examples], t
 
 
 def spaced_out(sentence: str) -> str:
-    """What the starter does to the sentences of a pair before it tokenizes them."""
+    """Apply the starter's preprocessing of the sentences of a pair."""
     for mark in ".?,'":
         sentence = sentence.replace(mark, f" {mark}")
     return " ".join(sentence.lower().split())
 
 
 def lowered(sentence: str) -> str:
-    """What the starter does to the sentences of SST and CFIMDB."""
+    """Apply the starter's preprocessing of the sentences of SST and CFIMDB."""
     return sentence.lower().strip()
 
 
@@ -128,7 +127,7 @@ def test_token_ids_do_not_depend_on_the_starters_preprocessing(
 ):
     every = [text for split in SPLITS for column in course[task.name, split].texts for text in column]
     assert len(every) == sum(ROWS[task.name]) * len(task.text_columns)
-    changed = sorted({text for text in every if prepare(text) != text})  # of the others the ids are the same anyway
+    changed = sorted({text for text in every if prepare(text) != text})  # the ids of the others are the same anyway
     assert len(changed) > len(every) / 2
     ours = [e.ids for e in tokenizer.encode(changed)]
     starters = [e.ids for e in tokenizer.encode([prepare(text) for text in changed])]
@@ -203,6 +202,38 @@ def test_a_split_cuts_batches_out_of_its_rows(tokenizer: BertTokenizer):
     assert torch.equal(kept.vectors[0], vectors[[2, 0]])
 
 
+def test_a_batch_has_hashes_of_its_texts_only_if_they_were_asked_for(tokenizer: BertTokenizer):
+    examples = Examples(PARA, ["a", "b", "c"], (["one", "two", "One"], ["two", "one film", "one dull film"]), [1, 0, 1])
+    rows = torch.tensor([2, 0, 1])
+    split = Split.tokenize(examples, tokenizer, PAIRINGS["bi"])
+    plain = split.batch(rows)
+    assert plain.text_hashes == ()
+    assert all(batch.text_hashes == () for batch in split.batches(2, epoch_generator(0, 1)))
+    hashed = split.with_text_hashes()
+    assert all(len(batch.text_hashes) == 2 for batch in hashed.batches(2, epoch_generator(0, 1)))
+    batch = hashed.batch(rows)
+    assert [column.shape for column in batch.text_hashes] == [(3,), (3,)]
+    assert {column.dtype for column in batch.text_hashes} == {torch.int64}
+    texts = [["one", "one", "two"], ["one dull film", "two", "one film"]]  # as the tokenizer sees them, in lower case
+    found = torch.cat(batch.text_hashes)
+    wanted = [text for column in texts for text in column]
+    assert (found[:, None] == found).tolist() == [[one == other for other in wanted] for one in wanted]
+    assert all(map(torch.equal, batch.sentences[0][:3], plain.sentences[0][:3]))
+    selected = hashed.select(torch.tensor([2, 0]))  # keeps the request
+    assert torch.equal(torch.cat(selected.batch(torch.tensor([0, 1])).text_hashes), found[[0, 1, 3, 4]])
+
+
+def test_a_selection_of_rows_keeps_their_data_in_the_order_asked_for(tokenizer: BertTokenizer):
+    texts = ["one", "two words", "", "four " * 600]
+    split = Split.tokenize(Examples(SST, list("abcd"), (texts,), [0, 1, 2, 3]), tokenizer)
+    split = split.with_teacher(torch.arange(20.0).view(4, 5))
+    found = split.select(torch.tensor([3, 0, 2]))
+    assert (found.ids, found.labels.tolist(), found.truncated) == (["d", "a", "c"], [3, 0, 2], 1)
+    assert torch.equal(found.teacher, split.teacher[[3, 0, 2]])
+    ours, theirs = found.batch(torch.arange(3)), split.batch(torch.tensor([3, 0, 2]))
+    assert all(map(torch.equal, ours.sentences[0][:3], theirs.sentences[0][:3]))
+
+
 @pytest.mark.parametrize("labels", [torch.tensor([1, 0]), None])
 def test_moving_a_batch_keeps_everything(labels: torch.Tensor | None):
     encoded = tuple(Encoded(*(torch.randint(9, (2, 3)) for _ in range(3))) for _ in range(2))
@@ -210,7 +241,7 @@ def test_moving_a_batch_keeps_everything(labels: torch.Tensor | None):
     for batch in (
         Batch("sts", ["a", "b"], encoded, labels),
         Batch("sst", ["a", "b"], (), labels, vectors),
-        Batch("sts", ["a", "b"], encoded, labels, texts=(torch.tensor([1, 2]),) * 2, teacher=torch.randn(2, 1)),
+        Batch("sts", ["a", "b"], encoded, labels, text_hashes=(torch.tensor([1, 2]),) * 2, teacher=torch.randn(2, 1)),
     ):
         for device in ("cpu", "meta"):
             moved = batch.to(torch.device(device))
@@ -226,7 +257,7 @@ def test_moving_a_batch_keeps_everything(labels: torch.Tensor | None):
 def tensors_of(batch: Batch) -> list[torch.Tensor]:
     labels = [t for t in (batch.labels, batch.teacher) if t is not None]
     sentences = [t for sentence in batch.sentences for t in sentence if t is not None]
-    return sentences + labels + list(batch.vectors or ()) + [*batch.texts]
+    return sentences + labels + list(batch.vectors or ()) + [*batch.text_hashes]
 
 
 # --- batches ----------------------------------------------------------------------------------------------------------
@@ -255,7 +286,7 @@ def test_batches_follow_from_seed_and_epoch_and_differ_between_epochs():
     lengths = torch.randint(3, 60, (1003,), generator=torch.Generator().manual_seed(0))
 
     def batches(seed: int, epoch: int) -> list[list[int]]:
-        torch.rand(3)  # the global generator has no say
+        torch.rand(3)  # the global generator has no influence
         return [rows.tolist() for rows in bucketed_rows(lengths, 8, epoch_generator(seed, epoch))]
 
     def memberships(found: list[list[int]]) -> set[frozenset[int]]:
@@ -269,7 +300,7 @@ def test_batches_follow_from_seed_and_epoch_and_differ_between_epochs():
 
 
 def test_a_source_that_starts_anew_is_shuffled_anew(tokenizer: BertTokenizer):
-    """TRAPS 6: what is replayed within an epoch trains on the same batches over and over."""
+    """docs/PITFALLS.md, 6: a source that replays its first pass trains on the same batches over and over."""
     texts = [f"film {i}" for i in range(24)]
     split = Split.tokenize(Examples(SST, texts, (texts,), [i % 5 for i in range(24)]), tokenizer)
     for epoch in (1, 2):
@@ -279,12 +310,28 @@ def test_a_source_that_starts_anew_is_shuffled_anew(tokenizer: BertTokenizer):
         assert all(one != other for one, other in itertools.combinations(passes, 2))
 
 
-def test_training_batches_hold_the_splits_own_rows(tokenizer: BertTokenizer):
+def test_any_source_with_batches_can_be_passed_over_without_end():
+    class Countdown:
+        def __len__(self) -> int:
+            return 2
+
+        def batches(self, batch_size: int, generator: torch.Generator) -> Iterator[tuple[int, int]]:
+            drawn = int(torch.randint(2**31, (), generator=generator))
+            yield from ((batch_size, drawn), (batch_size, drawn))
+
+    found = list(itertools.islice(endless_batches(Countdown(), 8, 11711, 1), 6))
+    assert [size for size, _ in found] == [8] * 6
+    draws = [drawn for _, drawn in found]
+    assert (draws[0::2], len(set(draws))) == (draws[1::2], 3)  # each pass has random numbers of its own
+    assert draws == [drawn for _, drawn in itertools.islice(endless_batches(Countdown(), 8, 11711, 1), 6)]
+
+
+def test_the_batches_of_a_split_hold_its_own_rows(tokenizer: BertTokenizer):
     texts = [f"film {'very ' * (i % 5)}{i}" for i in range(20)]
     split = Split.tokenize(
         Examples(SST, [f"id{i}" for i in range(20)], (texts,), [i % 5 for i in range(20)]), tokenizer
     )
-    found = list(training_batches(split, 8, epoch_generator(0, 1)))
+    found = list(split.batches(8, epoch_generator(0, 1)))
     assert sorted(len(batch.ids) for batch in found) == [4, 8, 8]
     rows = {
         (i, label, tuple(ids[: mask.sum()]))

@@ -1,4 +1,4 @@
-"""Ensembles: what is averaged, voted and fitted equals a plain computation; soups are runs; bad runs are refused."""
+"""Ensembles: means, votes and fitted weights equal a direct computation; soups are runs; bad runs are refused."""
 
 import json
 import shutil
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from conftest import ROOT, Finished, run_script, the_error, write_task_files
 from safetensors.numpy import load_file, save_file
 
@@ -19,7 +20,8 @@ import utils
 from bert import BertModel
 from ensemble import halves
 from evaluation import read_logits, score_file
-from tasks import PARA, SST, STS, TASKS
+from multitask_flags import logits_remedy
+from tasks import TASKS, Number, Predictions
 
 NAMES = ("sst", "para", "sts")
 ROWS = {"dev": 41, "test": 24, "train": 16}
@@ -27,7 +29,7 @@ ROWS = {"dev": 41, "test": 24, "train": 16}
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-# --- runs made up of random logits ------------------------------------------------------------------------------------
+# --- runs of random logits --------------------------------------------------------------------------------------------
 
 
 def ids_of(task: str, split: str) -> list[str]:
@@ -42,15 +44,15 @@ def labels_of(task: str, split: str) -> np.ndarray:
 
 
 def logits_of(task: str, split: str, seed: int, skill: float = 1.0) -> np.ndarray:
-    """Random, and right more often with more skill."""
-    labels, C = labels_of(task, split), TASKS[task].num_outputs
+    """Random logits, which are right more often the larger `skill` is."""
+    labels, C = labels_of(task, split), TASKS[task].predicts.num_logits
     noise = np.random.default_rng(seed).normal(size=(ROWS[split], C))
     truth = np.eye(5)[labels.astype(int)] if task == "sst" else ((labels - labels.mean()) / labels.std())[:, None]
     return (skill * truth + noise).astype(np.float32)
 
 
 def write_run(folder: Path, logits: dict[tuple[str, str], np.ndarray]) -> Path:
-    """A run's directory as far as an ensemble reads it; logits by task and split."""
+    """Write the part of a run's directory that an ensemble reads. `logits` has a key (task, split) for each file."""
     folder.mkdir(parents=True)
     tasks = list(dict.fromkeys(task for task, _ in logits))
     files = {f"{task}_{split}": f"data/{task}-{split}.csv" for task in tasks for split in ("dev", "test")}
@@ -82,7 +84,7 @@ def combine(
     tmp_path: Path,
     run_main: Callable[..., Finished],
 ) -> Combine:
-    """Runs ensemble.py within this process."""
+    """Run ensemble.py in this process."""
 
     def run(*given: object) -> Finished:
         usual = ["--runs", tmp_path / "runs", "--name", "ens", "--predictions", tmp_path / "predictions"]
@@ -94,6 +96,11 @@ def combine(
 def succeeded(finished: Finished) -> Finished:
     assert finished.status == 0, finished.err
     return finished
+
+
+def predictions_in(folder: Path, task: str, split: str = "dev") -> Predictions:
+    remedy = logits_remedy(folder, train=split == "train")
+    return read_logits(folder / f"{task}-{split}.npz", TASKS[task], remedy, labeled=split != "test")
 
 
 def kept(folder: Path, task: str, split: str) -> np.ndarray:
@@ -111,7 +118,7 @@ def sigmoid(logits: np.ndarray) -> np.ndarray:
 
 
 def expected_mean(task: str, given: list[np.ndarray], average: str) -> np.ndarray:
-    """Probabilities, or the numbers, in double precision."""
+    """The mean of the probabilities, or of the numbers, in double precision."""
     to_p = {"sst": softmax, "para": sigmoid, "sts": lambda values: values}[task]
     if average == "logits":
         return to_p(sum(given) / len(given))
@@ -122,9 +129,7 @@ def expected_mean(task: str, given: list[np.ndarray], average: str) -> np.ndarra
 
 
 @pytest.mark.parametrize("average", ["probabilities", "logits"])
-def test_the_mean_is_that_of_a_plain_computation(
-    average: str, runs: list[Path], combine: Combine, tmp_path: Path
-) -> None:
+def test_the_mean_equals_a_direct_computation(average: str, runs: list[Path], combine: Combine, tmp_path: Path) -> None:
     succeeded(combine(*runs, "--method", "mean", "--average", average))
     folder = tmp_path / "runs" / "ens"
     for task in NAMES:
@@ -144,29 +149,41 @@ def test_the_mean_is_that_of_a_plain_computation(
             np.testing.assert_allclose([float(v) for _, v in written], values[task], rtol=1e-6)
 
 
+@pytest.mark.parametrize("task", [name for name, task in TASKS.items() if not isinstance(task.predicts, Number)])
+def test_as_logits_inverts_log_probabilities_up_to_a_constant(task: str) -> None:
+    predicts = TASKS[task].predicts
+    logits = 3 * torch.randn(3, 7, predicts.num_logits, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    log_p = predicts.log_probabilities(logits)
+    torch.testing.assert_close(log_p.exp().sum(dim=-1), torch.ones(3, 7, dtype=torch.float64))
+    found = predicts.as_logits(log_p)
+    if found.size(-1) > 1:
+        found, logits = (x - x[..., :1] for x in (found, logits))
+    torch.testing.assert_close(found, logits)
+
+
 def test_probabilities_and_logits_are_not_the_same_mean(tmp_path: Path, combine: Combine) -> None:
-    """One run is sure, two are mildly against it: logits follow the sure one, probabilities the two."""
+    """One run is certain and two mildly disagree: the mean logit follows the first, the mean probability the two."""
     for name, logit in (("a", 9.0), ("b", -1.5), ("c", -1.5)):
         given = {("para", split): np.full((ROWS[split], 1), logit, dtype=np.float32) for split in ("dev", "test")}
         write_run(tmp_path / name, given)
     members = [tmp_path / name for name in "abc"]
     for average, value in (("probabilities", 0.0), ("logits", 1.0)):
         succeeded(combine(*members, "--average", average, "--name", average))
-        values = read_logits(tmp_path / "runs" / average / "para-dev.npz", PARA, labeled=True).values
+        values = predictions_in(tmp_path / "runs" / average, "para").values
         assert (values == value).all(), average
 
 
-def test_sure_runs_give_finite_logits(tmp_path: Path, combine: Combine) -> None:
-    """sigmoid(80) is 1 in double precision, and a class of logit -800 has probability 0."""
-    sure = np.array([800.0, 0, 0, 0, 0], dtype=np.float32)
+def test_runs_that_are_certain_give_finite_logits(tmp_path: Path, combine: Combine) -> None:
+    """sigmoid(80) is 1 in double precision, and a class with logit -800 has probability 0."""
+    certain = np.array([800.0, 0, 0, 0, 0], dtype=np.float32)
     for name, scale in (("a", 1), ("b", 2)):
-        given = {("sst", s): np.tile(scale * sure, (ROWS[s], 1)) for s in ("dev", "test")}
+        given = {("sst", s): np.tile(scale * certain, (ROWS[s], 1)) for s in ("dev", "test")}
         write_run(tmp_path / name, given | {("para", s): np.full((ROWS[s], 1), 80.0 * scale) for s in ("dev", "test")})
     for method in ("mean", "vote"):
         succeeded(combine(tmp_path / "a", tmp_path / "b", "--method", method, "--name", method))
         folder = tmp_path / "runs" / method
-        assert read_logits(folder / "sst-dev.npz", SST, labeled=True).values.tolist() == [0] * ROWS["dev"]
-        assert read_logits(folder / "para-dev.npz", PARA, labeled=True).values.tolist() == [1] * ROWS["dev"]
+        assert predictions_in(folder, "sst").values.tolist() == [0] * ROWS["dev"]
+        assert predictions_in(folder, "para").values.tolist() == [1] * ROWS["dev"]
     # 1 - p = (e^-80 + e^-160) / 2
     np.testing.assert_allclose(kept(tmp_path / "runs" / "mean", "para", "dev"), 80 + np.log(2), rtol=1e-6)
 
@@ -180,7 +197,7 @@ def test_the_vote_is_the_majority_and_ties_go_to_the_mean_probability(
     ties = 0
     for task in NAMES:
         given = [kept(run, task, "dev") for run in members]
-        values = read_logits(tmp_path / "runs" / "ens" / f"{task}-dev.npz", TASKS[task], labeled=True).values
+        values = predictions_in(tmp_path / "runs" / "ens", task).values
         mean = expected_mean(task, given, "probabilities")
         for row, found in enumerate(values):
             if task == "sts":
@@ -191,10 +208,10 @@ def test_the_vote_is_the_majority_and_ties_go_to_the_mean_probability(
             ties += len(most) > 1
             chance = mean[row] if task == "sst" else [1 - mean[row, 0], mean[row, 0]]
             assert found == max(most, key=lambda c: chance[c])
-    assert ties > (0 if count == 3 else 10), "the rule for ties was put to the test"
+    assert ties > (0 if count == 3 else 10), "the votes include ties"
 
 
-def test_a_vote_leaves_a_distribution_for_a_student(runs: list[Path], combine: Combine, tmp_path: Path) -> None:
+def test_a_vote_gives_a_distribution_for_a_student(runs: list[Path], combine: Combine, tmp_path: Path) -> None:
     succeeded(combine(*runs, "--method", "vote"))
     np.testing.assert_allclose(np.exp(kept(tmp_path / "runs" / "ens", "sst", "dev")).sum(axis=1), 1, rtol=1e-5)
 
@@ -229,8 +246,8 @@ def test_halves_share_no_row_and_do_not_depend_on_the_order() -> None:
     fitted, scored = halves(ids, seed=1)
     assert sorted([*fitted, *scored]) == list(range(len(ids)))
     assert (len(fitted), len(scored)) == (20, 21)
-    turned, _ = halves(ids[::-1], seed=1)
-    assert {ids[i] for i in fitted} == {ids[::-1][i] for i in turned}
+    reversed_, _ = halves(ids[::-1], seed=1)
+    assert {ids[i] for i in fitted} == {ids[::-1][i] for i in reversed_}
     assert not np.array_equal(fitted, halves(ids, seed=2)[0])
 
 
@@ -247,7 +264,7 @@ def change_labels(run: Path, task: str, rows: np.ndarray) -> None:
 
 
 def plain_score(task: str, mean: np.ndarray, labels: np.ndarray) -> float:
-    """Of probabilities, or of numbers."""
+    """The score of a task, computed directly from probabilities or numbers."""
     if task == "sts":
         return np.corrcoef(mean.ravel(), labels)[0, 1]
     return ((mean.argmax(axis=1) if task == "sst" else mean.ravel() > 0.5) == labels).mean()
@@ -268,7 +285,7 @@ def test_weights_are_scored_on_the_half_of_dev_that_they_were_not_fitted_on(
         mean = sum(weights[str(run)] * p for run, p in zip(runs, given, strict=True))
         labels = labels_of(task, "dev")[scored]
         assert dev[task] == pytest.approx(plain_score(task, mean, labels), abs=1e-6)
-        assert of_first[i] == f"{plain_score(task, given[0], labels):.3f}", "the runs' scores are of the same half"
+        assert of_first[i] == f"{plain_score(task, given[0], labels):.3f}", "single runs are scored on the same half"
     assert "scores on the half of dev that no weight was fitted on | rows: sst 21, para 21, sts 21" in out
     assert "\nthe half of dev that no weight was fitted on: sst " in out
 
@@ -286,28 +303,30 @@ def test_labels_of_the_scored_half_have_no_part_in_the_weights(
     assert (before / "dev.json").read_text() != (after / "dev.json").read_text()
 
 
-def test_on_its_own_half_no_run_scores_above_the_weights(runs: list[Path], combine: Combine, tmp_path: Path) -> None:
+def test_on_the_fitted_half_no_run_scores_above_the_ensemble(
+    runs: list[Path], combine: Combine, tmp_path: Path
+) -> None:
     succeeded(combine(*runs, "--method", "weighted"))
     for task in NAMES:
         fitted, _ = halves(ids_of(task, "dev"), seed=11711)
         labels = labels_of(task, "dev")[fitted]
 
         def on_half(folder: Path, task: str = task, fitted: np.ndarray = fitted, labels: np.ndarray = labels) -> float:
-            values = read_logits(folder / f"{task}-dev.npz", TASKS[task], labeled=True).values
-            return TASKS[task].score(values[fitted], labels)
+            values = predictions_in(folder, task).values
+            return TASKS[task].predicts.score(values[fitted], labels)
 
         assert on_half(tmp_path / "runs" / "ens") >= max(map(on_half, runs)) - 1e-6
 
 
-def test_a_run_that_only_knows_noise_gets_little_weight(tmp_path: Path, combine: Combine) -> None:
+def test_a_run_of_noise_gets_little_weight(tmp_path: Path, combine: Combine) -> None:
     good, noise = random_run(tmp_path / "good", 1, skill=2.0), random_run(tmp_path / "noise", 2, skill=-1.0)
     succeeded(combine(noise, good, "--method", "weighted"))
     for of_runs in weights_in(tmp_path / "runs" / "ens").values():
         assert of_runs[str(noise)] <= 0.4 < 0.6 <= of_runs[str(good)]
 
 
-def test_runs_that_say_the_same_get_the_same_weight(tmp_path: Path, combine: Combine) -> None:
-    """Every round is a tie: the search stays at equal weights, as near as 25 rounds give."""
+def test_equal_runs_get_equal_weights(tmp_path: Path, combine: Combine) -> None:
+    """Every round is a tie, so the search keeps the weights as equal as 25 rounds allow."""
     members = [random_run(tmp_path / name, 1) for name in "ab"]
     succeeded(combine(*members, "--method", "weighted"))
     for of_runs in weights_in(tmp_path / "runs" / "ens").values():
@@ -327,7 +346,7 @@ def test_each_task_is_combined_over_the_runs_that_have_it(tmp_path: Path, combin
     np.testing.assert_allclose(np.exp(kept(folder, "sst", "dev")), mean, rtol=1e-5)
     assert len(list((tmp_path / "predictions").iterdir())) == 6
     row = next(line for line in out.splitlines() if line.startswith(f"{a} ")).split()
-    assert row[3:] == ["-", "-"], "no sts of this run, so no overall either"
+    assert row[3:] == ["-", "-"], "this run has no sts score, so it has no overall score"
 
 
 def test_tasks_limits_what_is_combined(runs: list[Path], combine: Combine, tmp_path: Path) -> None:
@@ -336,7 +355,7 @@ def test_tasks_limits_what_is_combined(runs: list[Path], combine: Combine, tmp_p
     assert json.loads((tmp_path / "runs" / "ens" / "args.json").read_text())["args"]["tasks"] == ["sts"]
 
 
-def test_the_training_rows_are_combined_where_every_run_has_them(tmp_path: Path, combine: Combine) -> None:
+def test_the_training_rows_are_combined_if_every_run_has_them(tmp_path: Path, combine: Combine) -> None:
     splits = ("dev", "test", "train")
     members = [random_run(tmp_path / f"run{seed}", seed, splits=splits) for seed in (1, 2)]
     (members[1] / "para-train.npz").unlink()
@@ -347,11 +366,11 @@ def test_the_training_rows_are_combined_where_every_run_has_them(tmp_path: Path,
     folder = tmp_path / "runs" / "ens"
     mean = expected_mean("sst", [kept(run, "sst", "train") for run in members], "probabilities")
     np.testing.assert_allclose(np.exp(kept(folder, "sst", "train")), mean, rtol=1e-5)
-    labels = read_logits(folder / "sst-train.npz", SST, labeled=True).labels
+    labels = predictions_in(folder, "sst", "train").labels
     assert np.array_equal(labels, labels_of("sst", "train"))
     assert [path.name for path in folder.glob("*-train.npz")] == ["sst-train.npz"]
     assert (
-        f"note: para: the training rows are left out, so no student can learn from them; {members[1]} has" in done.err
+        f"note: para: the training rows are left out, so the ensemble cannot be a teacher; {members[1]} has" in done.err
     )
     assert "note: sts: the training rows are left out" in done.err
     assert "the runs differ: id 'ststrain0015' in row 1, not 'ststrain0000'" in done.err
@@ -365,7 +384,7 @@ def test_an_ensemble_is_a_run_of_another_ensemble(runs: list[Path], combine: Com
     np.testing.assert_allclose(found, (p[0] + p[1]) / 4 + p[2] / 2, rtol=1e-5)
 
 
-def test_the_directory_says_what_went_in_and_what_came_out(runs: list[Path], combine: Combine, tmp_path: Path) -> None:
+def test_the_directory_records_the_runs_and_the_scores(runs: list[Path], combine: Combine, tmp_path: Path) -> None:
     done = succeeded(combine(*runs))
     folder = tmp_path / "runs" / "ens"
     facts = json.loads((folder / "args.json").read_text())
@@ -415,7 +434,7 @@ def multitask(*flags: object) -> None:
 
 @pytest.fixture(scope="module")
 def trained(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of the runs TRAINED."""
+    """The directory with the runs in TRAINED."""
     folder = tmp_path_factory.mktemp("trained")
     write_task_files(folder / "data")
     usual = ["--model", tiny_checkpoint, "--data", folder / "data", "--runs", folder / "runs", "--epochs", 1]
@@ -439,7 +458,7 @@ def test_a_soup_is_the_mean_of_the_weights_and_a_run_like_any_other(
     succeeded(combine(trained / "a", trained / "b", "--method", "soup"))
     folder = tmp_path / "runs" / "ens"
     a, b, mean = (weights_of(run) for run in (trained / "a", trained / "b", folder))
-    assert mean.keys() == b.keys(), "the uncertainties of a are a matter of its training"
+    assert mean.keys() == b.keys(), "the uncertainties that a learned belong to its training only"
     for name, tensor in mean.items():
         expected = (a[name].astype(np.float64) + b[name]) / 2
         np.testing.assert_allclose(tensor, expected, rtol=1e-6, atol=1e-9, err_msg=name)
@@ -459,10 +478,10 @@ def test_a_soup_of_a_run_and_its_copy_predicts_as_the_run_does(trained: Path, co
     assert prediction_files(tmp_path / "predictions") == prediction_files(trained.parent / "predictions" / "b")
 
 
-def test_a_soup_of_single_task_runs_averages_the_stems_and_keeps_each_head(
+def test_a_soup_of_single_task_runs_averages_the_encoders_and_keeps_each_head(
     trained: Path, combine: Combine, tmp_path: Path
 ) -> None:
-    """Paper 002, figure 2."""
+    """Tlemcani & Sohn, figure 2."""
     succeeded(combine(trained / "sst", trained / "sts", "--method", "soup"))
     folder = tmp_path / "runs" / "ens"
     sst, sts, mean = (weights_of(run) for run in (trained / "sst", trained / "sts", folder))
@@ -545,7 +564,7 @@ BROKEN = {
     ),
     "other shape": (
         lambda path: changed(path, logits=lambda x: x[:, :3]),
-        "must hold 5 finite logits for each of its 41 ids, found an array of shape (41, 3).",
+        "must have 5 finite logits for each of its 41 ids, found an array of shape (41, 3).",
     ),
     "not finite": (lambda path: changed(path, logits=lambda x: x / 0), "found NaN or infinity."),
     "few labels": (
@@ -567,6 +586,21 @@ def test_missing_or_damaged_logits_name_the_command_that_writes_them(
     assert_refused(combine(*runs), tmp_path, f"{path}: ", part, again)
 
 
+def test_damaged_training_logits_name_the_flag_that_writes_them(combine: Combine, tmp_path: Path) -> None:
+    members = [random_run(tmp_path / f"run{seed}", seed, splits=("dev", "test", "train")) for seed in (1, 2)]
+    (members[1] / "sst-train.npz").write_bytes(b"garbage")
+    again = f"Predict again: multitask_classifier.py --predict_only --predict_train --run {members[1]}"
+    assert_refused(combine(*members), tmp_path, members[1] / "sst-train.npz", again)
+
+
+def test_damaged_logits_of_an_ensemble_name_another_remedy(runs: list[Path], combine: Combine, tmp_path: Path) -> None:
+    succeeded(combine(*runs[:2], "--runs", tmp_path / "others", "--predictions", tmp_path / "others"))
+    path = tmp_path / "others" / "ens" / "sts-test.npz"
+    path.write_bytes(b"garbage")
+    finished = combine(path.parent, runs[2])
+    assert_refused(finished, tmp_path, f"{path}: ", "Predict with its runs, then combine them again.")
+
+
 def test_a_run_that_was_never_predicted_is_refused(runs: list[Path], combine: Combine, tmp_path: Path) -> None:
     (runs[0] / "sts-test.npz").unlink()
     assert_refused(combine(*runs), tmp_path, runs[0] / "sts-test.npz", f"--predict_only --run {runs[0]}")
@@ -578,9 +612,9 @@ def test_one_run_is_no_ensemble_and_a_run_counts_once(runs: list[Path], combine:
     assert_refused(combine(runs[0], runs[1], again), tmp_path, f"{again}: must be named once, found it twice")
 
 
-def test_what_is_no_run_is_refused(runs: list[Path], combine: Combine, tmp_path: Path) -> None:
+def test_a_folder_that_is_no_run_is_refused(runs: list[Path], combine: Combine, tmp_path: Path) -> None:
     assert_refused(combine(runs[0], tmp_path / "none"), tmp_path, tmp_path / "none", "but has no args.json")
-    (runs[1] / "args.json").write_text('{"args": {"tasks": ["sst"]}, "data_sha256": {}}')  # as classifier.py's
+    (runs[1] / "args.json").write_text('{"args": {"tasks": ["sst"]}, "data_sha256": {}}')  # like a run of classifier.py
     expected = f"{runs[1]}: must be a run of multitask_classifier.py or ensemble.py. Choose another."
     assert_refused(combine(*runs), tmp_path, expected)
 
@@ -614,21 +648,36 @@ def test_a_name_that_is_taken_is_refused_and_nothing_is_overwritten(
 
 
 @pytest.mark.parametrize(
-    ("flags", "needed"),
+    ("flags", "message"),
     [
         (
             ["--method", "vote", "--average", "logits"],
-            "--average only works with --method mean or weighted, found vote",
+            "--average logits needs --method mean or weighted. Set it, or leave out --average.",
         ),
-        (["--method", "mean", "--seed", "3"], "--seed only works with --method weighted, found mean"),
-        (["--method", "best", "--use_gpu"], "--use_gpu only works with --method soup, found best"),
-        (["--method", "stack"], "argument --method: invalid choice: 'stack'"),
+        (["--method", "mean", "--seed", "3"], "--seed 3 needs --method weighted. Set it, or leave out --seed."),
+        (["--seed", "3"], "--seed 3 needs --method weighted. Set it, or leave out --seed."),
+        (["--method", "best", "--use_gpu"], "--use_gpu needs --method soup. Set it, or leave out --use_gpu."),
+        (["--method", "stack"], "--method must be one of mean, best, weighted, vote, soup; found 'stack'."),
+        (["--metod", "mean"], "unknown flag --metod. Did you mean --method? See ensemble.py --help."),
     ],
 )
-def test_flags_that_would_change_nothing_are_refused(
-    flags: list[str], needed: str, runs: list[Path], combine: Combine, tmp_path: Path
+def test_flags_without_effect_and_unknown_ones_are_refused(
+    flags: list[str], message: str, runs: list[Path], combine: Combine, tmp_path: Path
 ) -> None:
-    assert_refused(combine(*runs, *flags), tmp_path, needed)
+    assert_refused(combine(*runs, *flags), tmp_path, message)
+
+
+def test_a_flag_that_a_later_one_makes_pointless_is_dropped_with_a_note(
+    runs: list[Path], combine: Combine, tmp_path: Path
+) -> None:
+    """As if a recipe had the first flags and the command line the last one."""
+    done = succeeded(combine(*runs, "--method", "weighted", "--seed", 3, "--average", "logits", "--method", "vote"))
+    assert "note: --average, --seed: no effect with --method vote, so dropped.\n" in done.err
+    succeeded(combine(*runs, "--method", "vote", "--name", "plain"))
+    for task in NAMES:
+        assert np.array_equal(*(kept(tmp_path / "runs" / name, task, "dev") for name in ("ens", "plain")))
+    args = json.loads((tmp_path / "runs" / "ens" / "args.json").read_text())["args"]
+    assert (args["method"], args["average"], args["seed"]) == ("vote", "probabilities", 11711)
 
 
 def test_dev_files_too_small_to_halve_are_refused(
@@ -637,17 +686,17 @@ def test_dev_files_too_small_to_halve_are_refused(
     monkeypatch.setitem(ROWS, "dev", 3)
     members = [random_run(tmp_path / f"run{seed}", seed, ("sst",)) for seed in (1, 2)]
     finished = combine(*members, "--method", "weighted")
-    assert_refused(finished, tmp_path, "needs four rows of dev, two to fit on and two to score, found 3 of sst.")
+    assert_refused(finished, tmp_path, "needs four dev rows, two to fit on and two to score, found 3 of sst.")
 
 
 @pytest.mark.parametrize(
     ("other", "found"),
     [("mlp", "--sst_head linear in {} and mlp in {}"), ("shallow", "--keep_layers None in {} and 1")],
 )
-def test_a_soup_of_other_branches_or_layers_is_refused(
+def test_a_soup_of_other_heads_or_layers_is_refused(
     other: str, found: str, trained: Path, combine: Combine, tmp_path: Path
 ) -> None:
-    expected = "--method soup needs runs of one stem and like branches, found " + found
+    expected = "--method soup needs runs with the same encoder and the same heads, found " + found
     members = trained / "sst", trained / other
     finished = combine(*members, "--method", "soup")
     assert_refused(finished, tmp_path, expected.format(*members), "Choose runs that agree, or use --method mean.")
@@ -655,17 +704,17 @@ def test_a_soup_of_other_branches_or_layers_is_refused(
 
 @pytest.fixture
 def copies(trained: Path, tmp_path: Path) -> list[Path]:
-    """Of two runs of one build, to be damaged."""
+    """Copies of two runs with the same model, which a test may damage."""
     return [shutil.copytree(trained / name, tmp_path / name) for name in ("a", "b")]
 
 
-def test_a_soup_of_another_stem_is_refused(copies: list[Path], combine: Combine, tmp_path: Path) -> None:
+def test_a_soup_of_another_model_is_refused(copies: list[Path], combine: Combine, tmp_path: Path) -> None:
     path = copies[1] / "args.json"
     facts = json.loads(path.read_text())
     facts["args"]["model"] = "bert-base-uncased"
     path.write_text(json.dumps(facts))
     expected = f"and bert-base-uncased in {copies[1]}. Choose runs that agree"
-    assert_refused(combine(*copies, "--method", "soup"), tmp_path, "needs runs of one stem", expected)
+    assert_refused(combine(*copies, "--method", "soup"), tmp_path, "needs runs with the same encoder", expected)
 
 
 def reshaped(weights: dict[str, np.ndarray]) -> None:
@@ -710,12 +759,14 @@ def test_an_ensemble_of_what_was_fitted_on_dev_says_so(runs: list[Path], combine
 def test_a_soup_without_weights_is_refused(
     runs: list[Path], copies: list[Path], combine: Combine, tmp_path: Path
 ) -> None:
-    expected = (
-        f"{runs[0] / 'model.safetensors'}: not a whole weights file (none is there). Give a trained run, or a soup."
-    )
+    expected = f"{runs[0]}: must have model.safetensors, found none. Use a trained run, or a soup."
     assert_refused(combine(*runs, "--method", "soup"), tmp_path, expected)
     (copies[0] / "model.safetensors").write_bytes(b"garbage")
-    assert_refused(combine(*copies, "--method", "soup"), tmp_path, f"{copies[0] / 'model.safetensors'}: not a whole")
+    assert_refused(
+        combine(*copies, "--method", "soup"),
+        tmp_path,
+        f"{copies[0] / 'model.safetensors'}: not a complete weights file",
+    )
 
 
 def test_a_soup_whose_data_changed_is_refused(copies: list[Path], combine: Combine, tmp_path: Path) -> None:
@@ -735,13 +786,15 @@ def test_a_soup_whose_data_changed_is_refused(copies: list[Path], combine: Combi
         changed(run / "sst-dev.npz", ids=with_first("other"))
     other.write_text(data.read_text())
     assert_refused(
-        combine(*copies, "--method", "soup"), tmp_path, f"{copies[0]}: its logits of sst dev are of other rows"
+        combine(*copies, "--method", "soup"), tmp_path, f"{copies[0]}: its logits of sst dev belong to other rows"
     )
 
 
-def test_an_ensemble_of_logits_does_not_predict_anew(runs: list[Path], combine: Combine, tmp_path: Path) -> None:
+def test_an_ensemble_of_logits_cannot_predict(runs: list[Path], combine: Combine, tmp_path: Path) -> None:
     succeeded(combine(*runs))
-    with pytest.raises(utils.InputError, match=r"\(none is there\)\. Give a trained run, or a soup\."):
+    with pytest.raises(
+        utils.InputError, match=r"must have model\.safetensors, found none\. Use a trained run, or a soup\."
+    ):
         multitask("--predict_only", "--run", tmp_path / "runs" / "ens")
 
 
@@ -753,4 +806,4 @@ def test_the_script_runs_from_the_command_line(runs: list[Path], tmp_path: Path)
     again = run_script("ensemble.py", *runs, *flags)
     assert (again.returncode, again.stdout, again.stderr.count("\n")) == (2, "", 1)
     assert not (ROOT / "runs" / "ens").exists()
-    assert read_logits(tmp_path / "runs" / "ens" / "sts-dev.npz", STS, labeled=True).ids == ids_of("sts", "dev")
+    assert predictions_in(tmp_path / "runs" / "ens", "sts").ids == ids_of("sts", "dev")

@@ -1,8 +1,9 @@
-"""Prediction files byte for byte, their checks, the scores, and the starter's functions in the order of 2024."""
+"""Prediction files byte for byte, their checks, the scores, and the starter's functions in the return order of 2024."""
 
+import dataclasses
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -21,10 +22,11 @@ from datasets import (
     SentencePairTestDataset,
 )
 from evaluation import (
-    DEV_FILES,
     PREDICTION_FILES,
+    PredictionFile,
+    _parse_predictions,
     check_file,
-    compare_ids,
+    dev_files,
     macro_f1,
     model_eval_multitask,
     model_eval_sst,
@@ -32,7 +34,6 @@ from evaluation import (
     overall,
     overall_2023,
     read_logits,
-    read_predictions,
     score_file,
     score_line,
     write_logits,
@@ -62,7 +63,7 @@ def ids_of(task: Task, split: str) -> list[str]:
 
 
 def write_data(folder: Path) -> Path:
-    """Six-row dev and test files of the four tasks; ids in capitals, as they are compared in lower case."""
+    """Write dev and test files of six rows for all tasks. Ids are in capitals, but are compared in lower case."""
     folder.mkdir()
     for task in TASKS.values():
         texts = "\t".join(f"A {column} ." for column in task.text_columns)
@@ -77,7 +78,7 @@ def write_data(folder: Path) -> Path:
 
 
 def write_guesses(folder: Path) -> Path:
-    """All fourteen prediction files of the handout's list, as the suite writes them."""
+    """Write the fourteen prediction files that the handout lists, as the suite writes them."""
     folder.mkdir()
     for name, (_, task, split) in PREDICTION_FILES.items():
         values = GUESSES[task.name]
@@ -108,7 +109,7 @@ GOLDEN: dict[str, tuple[list[list[float]], bytes]] = {
 @pytest.mark.parametrize("name", TASKS)
 def test_prediction_files_are_the_starters_byte_for_byte(name: str, tmp_path: Path):
     logits, golden = torch.tensor(GOLDEN[name][0]), GOLDEN[name][1]
-    values = TASKS[name].decode(logits).numpy()
+    values = TASKS[name].predicts.decode(logits).numpy()
     write_predictions(tmp_path / "out.csv", TASKS[name], Predictions(["a1", "b2"], logits.numpy(), values, None))
     assert (tmp_path / "out.csv").read_bytes() == golden
 
@@ -117,8 +118,8 @@ def test_prediction_files_are_the_starters_byte_for_byte(name: str, tmp_path: Pa
 def test_what_was_written_is_read_back_exactly(name: str, tmp_path: Path):
     ids, values = ["a1", "b,2", "c , 3", "d 4", "\u2028e", "f"], GUESSES[name]
     write_predictions(tmp_path / "out.csv", TASKS[name], Predictions(ids, values[:, None], values, None))
-    found = read_predictions(tmp_path / "out.csv", TASKS[name])
-    assert found == dict(zip((i.strip() for i in ids), values.tolist(), strict=True))
+    found = _parse_predictions(tmp_path / "out.csv", TASKS[name])
+    assert found == (dict(zip((i.strip() for i in ids), values.tolist(), strict=True)), [])
 
 
 def test_the_list_of_files_is_the_handouts():
@@ -131,12 +132,25 @@ def test_the_list_of_files_is_the_handouts():
     assert len(part1) == 8
     assert len(part2) == 6
     assert all(file.task.name in name and file.split in name for name, file in PREDICTION_FILES.items())
-    assert set(DEV_FILES) == {name for name in part1 | part2 if "-dev-" in name}
+    for_dev = {name for name in part1 | part2 if "-dev-" in name}
+    assert {name: file for name, file in dev_files().items() if name in PREDICTION_FILES} == {
+        name: PREDICTION_FILES[name] for name in for_dev
+    }
+
+
+def test_the_dev_files_are_the_handouts_and_those_of_every_other_task(monkeypatch: pytest.MonkeyPatch):
+    handouts = {name for name in PREDICTION_FILES if "-dev-" in name}
+    assert dev_files().keys() - handouts == {"cfimdb-dev-output.csv"}
+    assert dev_files()["cfimdb-dev-output.csv"] == PredictionFile("2", CFIMDB, "dev")
+    added = dataclasses.replace(STS, name="relatedness", files="sick-{}.csv")
+    monkeypatch.setitem(TASKS, added.name, added)
+    assert dev_files()["relatedness-dev-output.csv"] == PredictionFile("2", added, "dev")
+    assert {file.split for file in dev_files().values()} == {"dev"}
 
 
 def test_ids_are_read_in_lower_case_and_numbers_in_any_spelling(tmp_path: Path):
     (tmp_path / "out.csv").write_text("id \t Predicted_Similiary \nAB , 1 \ncD , -.5 \nef , 1.5E-07 \n")
-    assert read_predictions(tmp_path / "out.csv", STS) == {"ab": 1, "cd": -0.5, "ef": 1.5e-7}
+    assert _parse_predictions(tmp_path / "out.csv", STS) == ({"ab": 1, "cd": -0.5, "ef": 1.5e-7}, [])
 
 
 SENTIMENT = "id \t Predicted_Sentiment \n"
@@ -192,7 +206,7 @@ BAD_FILES: dict[str, tuple[Task, str | bytes | None, str]] = {
     "twice": (
         SST,
         SENTIMENT + "a1 , 3 \nb2 , 3 \nA1 , 3 \n",
-        "PATH line 4: ids must be unique, 'a1' stands in line 2 too. Predict again.",
+        "PATH line 4: ids must be unique, 'a1' is in line 2 too. Predict again.",
     ),
     "sst range": (
         SST,
@@ -219,26 +233,44 @@ BAD_FILES: dict[str, tuple[Task, str | bytes | None, str]] = {
 
 @pytest.mark.parametrize(("task", "content", "line"), BAD_FILES.values(), ids=BAD_FILES)
 def test_a_bad_prediction_file_ends_in_one_clear_line(
-    task: Task, content: str | bytes | None, line: str, tmp_path: Path
+    task: Task, content: str | bytes | None, line: str, data: Path, tmp_path: Path
 ):
     path = tmp_path / "out.csv"
     if content is not None:
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(InputError) as caught:
-        read_predictions(path, task)
+        score_file(path, task, data / task.filename("dev"))
     assert str(caught.value) == line.replace("PATH", str(path))
+    for split in ("dev", "test"):
+        value, problems = check_file(path, task, data / task.filename(split), labeled=split == "dev")
+        assert value is None
+        assert problems[0] == str(caught.value)
+        assert all("must have every id" in problem for problem in problems[1:]), "one problem, besides the ids"
 
 
-def test_missing_and_unknown_ids_are_counted_and_one_is_named():
-    path, file = Path("out.csv"), Path("dev.csv")
-    compare_ids(path, ["b", "a"], file, ["a", "b"])
-    rule = "out.csv: must have every id of dev.csv exactly once and no other"
-    with pytest.raises(InputError) as missing:
-        compare_ids(path, ["c"], file, ["c", "b", "a"])
-    assert str(missing.value) == f"{rule}; 2 missing, such as a. Predict again with this data."
-    with pytest.raises(InputError) as unknown:
-        compare_ids(path, ["c", "d"], file, ["c"])
-    assert str(unknown.value) == f"{rule}; 1 unknown, such as d. Predict again with this data."
+def test_a_similarity_may_be_any_finite_number(data: Path, predictions: Path):
+    """A correlation does not depend on the range, and a linear head exceeds it."""
+    path = predictions / "sts-dev-output.csv"
+    scaled = (GUESSES["sts"] * 100 - 7).astype(np.float64)
+    write_predictions(path, STS, Predictions(ids_of(STS, "dev"), scaled[:, None], scaled, None))
+    assert score_file(path, STS, data / "sts-dev.csv") == pytest.approx(CORRELATION)
+
+
+def test_missing_and_unknown_ids_are_counted_and_one_is_named(data: Path, predictions: Path):
+    path, file = predictions / "sst-dev-output.csv", data / "ids-sst-dev.csv"
+    header, *rows = path.read_text().splitlines(keepends=True)
+    path.write_text(header + "".join(reversed(rows)))
+    assert check_file(path, SST, file, labeled=True) == (5 / 6, []), "the order of the rows does not matter"
+    rule = f"{path}: must have every id of {file} exactly once and no other"
+    path.write_text(header + rows[2] + "".join(rows[:1]))
+    missing = f"{rule}; 4 missing, such as sst-dev-1. Predict again with this data."
+    assert check_file(path, SST, file, labeled=True) == (None, [missing])
+    path.write_text(header + "".join(rows) + "other , 1 \n" + "more , 1 \n")
+    unknown = f"{rule}; 2 unknown, such as more. Predict again with this data."
+    assert check_file(path, SST, file, labeled=True) == (None, [unknown])
+    with pytest.raises(InputError) as caught:
+        score_file(path, SST, file)
+    assert str(caught.value) == unknown
 
 
 def test_a_check_lists_every_problem_of_a_file(data: Path, tmp_path: Path):
@@ -287,11 +319,58 @@ def test_logits_are_read_back_as_predictions(tmp_path: Path):
     logits = np.array([[0.1], [-3.0]], dtype=np.float32)
     given = Predictions(["a1", "b2"], logits, np.array([1.0, 0.0]), np.array([0, 1]))
     write_logits(tmp_path / "para-dev.npz", given)
-    found = read_logits(tmp_path / "para-dev.npz", PARA, labeled=True)
+    found = read_logits(tmp_path / "para-dev.npz", PARA, "Predict again.", labeled=True)
     assert found.ids == given.ids
     for ours, theirs in zip(found[1:], given[1:], strict=True):
         assert np.array_equal(ours, theirs)
-    assert read_logits(tmp_path / "para-dev.npz", PARA, labeled=False).labels is None
+    assert read_logits(tmp_path / "para-dev.npz", PARA, "Predict again.", labeled=False).labels is None
+
+
+BAD_LOGITS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "absent": (lambda path: None, "cannot be read as logits; No such file or directory"),
+    "not an archive": (
+        lambda path: path.write_bytes(b"PK"),
+        "cannot be read as logits; it is not an .npz file with ids",
+    ),
+    "no logits": (lambda path: np.savez(path, ids=["a"]), "cannot be read as logits; it is not an .npz file with ids"),
+    "pickled": (
+        lambda path: np.savez(path, ids=np.array([{}], dtype=object), logits=np.zeros((1, 5))),
+        "cannot be read as logits; it is not an .npz file",
+    ),
+    "another number of logits": (
+        lambda path: np.savez(path, ids=["a", "b"], logits=np.zeros((2, 1))),
+        "must have 5 finite logits for each of its 2 ids, found an array of shape (2, 1)",
+    ),
+    "too few rows": (
+        lambda path: np.savez(path, ids=["a", "b"], logits=np.zeros((1, 5))),
+        "must have 5 finite logits for each of its 2 ids, found an array of shape (1, 5)",
+    ),
+    "not finite": (
+        lambda path: np.savez(path, ids=["a"], logits=np.full((1, 5), np.nan)),
+        "must have 5 finite logits for each of its 1 ids, found NaN or infinity",
+    ),
+    "an id twice": (
+        lambda path: np.savez(path, ids=["a", "b", "a"], logits=np.zeros((3, 5))),
+        "ids must be unique, found 1 of 3 repeated",
+    ),
+    "too few labels": (
+        lambda path: np.savez(path, ids=["a", "b"], logits=np.zeros((2, 5)), labels=np.zeros(1)),
+        "must have a label for each of 2 ids, found 1",
+    ),
+}
+
+
+@pytest.mark.parametrize(("write", "message"), BAD_LOGITS.values(), ids=BAD_LOGITS)
+def test_bad_logits_are_refused_with_the_remedy_of_the_caller(
+    write: Callable[[Path], None], message: str, tmp_path: Path
+):
+    path = tmp_path / "sst-dev.npz"
+    write(path)
+    with pytest.raises(InputError) as caught:
+        read_logits(path, SST, "Ask again.", labeled="label" in message)
+    assert str(caught.value).startswith(f"{path}: {message}")
+    assert str(caught.value).endswith(". Ask again.")
+    assert "\n" not in str(caught.value)
 
 
 # --- scores -----------------------------------------------------------------------------------------------------------
@@ -315,7 +394,7 @@ def test_the_overall_scores_of_both_years(scores: dict[str, float], of_2024: flo
 
 def test_the_score_line_names_both_overall_scores():
     line = score_line({"sst": 0.52, "para": 0.88, "sts": 0.86})
-    assert line == "sst 0.520 | para 0.880 | sts 0.860 | overall 0.7767 (2023's: 0.7533)"
+    assert line == "sst 0.520 | para 0.880 | sts 0.860 | overall 0.7767 (2023 formula: 0.7533)"
 
 
 @pytest.mark.parametrize("classes", [2, 5])
@@ -334,7 +413,7 @@ def test_macro_f1_is_sklearns(classes: int):
 
 
 class Counting(nn.Module):
-    """A MultitaskBERT whose answers can be counted by hand: they follow from the numbers of tokens."""
+    """A MultitaskBERT whose outputs can be computed by hand: they depend only on the numbers of tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -361,7 +440,7 @@ class Counting(nn.Module):
         return (one - two / 2)[:, None]
 
 
-WORDS = [1, 4, 2, 7, 3]  # words of the first sentences; with [CLS] and [SEP] two tokens more
+WORDS = [1, 4, 2, 7, 3]  # words of the first sentences; [CLS] and [SEP] add two tokens
 OTHER_WORDS = [2, 3, 2, 1, 9]
 SENTENCES, OTHERS = ([" ".join(["film"] * n) for n in numbers] for numbers in (WORDS, OTHER_WORDS))
 IDS = {name: [f"{name}{i}" for i in range(5)] for name in ("sst", "para", "sts")}
@@ -448,7 +527,7 @@ def test_evaluation_is_in_eval_mode_and_without_gradients(
         model = Counting().train()
         ask(model)
         assert {seen[1:] for seen in model.seen} == {(False, False)}
-        assert len(model.seen) % 3 == 0, "three batches a loader"
+        assert len(model.seen) % 3 == 0, "three batches per loader"
     assert torch.is_grad_enabled()
 
 
@@ -475,12 +554,14 @@ def test_the_script_prints_the_scores_of_a_direct_computation(data: Path, predic
     assert (done.returncode, done.stderr) == (0, "")
     *files, last = done.stdout.splitlines()
     accuracies = {t: accuracy_score(LABELS[t], GUESSES[t]) for t in ("sst", "cfimdb", "para")}
+    tasks = {name: file.task for name, file in PREDICTION_FILES.items() if file.split == "dev"}
     assert dict(line.split() for line in files) == {
-        name: f"{CORRELATION if task is STS else accuracies[task.name]:.4f}" for name, task in DEV_FILES.items()
+        name: f"{CORRELATION if task is STS else accuracies[task.name]:.4f}" for name, task in tasks.items()
     }
     mean = (accuracies["sst"] + accuracies["para"] + (CORRELATION + 1) / 2) / 3
     plain = (accuracies["sst"] + accuracies["para"] + CORRELATION) / 3
-    assert last.startswith(f"sst 0.833 | para 0.500 | sts {CORRELATION:.3f} | overall {mean:.4f} (2023's: {plain:.4f})")
+    line = f"sst 0.833 | para 0.500 | sts {CORRELATION:.3f} | overall {mean:.4f} (2023 formula: {plain:.4f})"
+    assert last == line
 
 
 def test_the_scripts_bad_input_is_one_line_and_status_2(data: Path, predictions: Path):
@@ -507,7 +588,7 @@ def nothing_printed(capsys: pytest.CaptureFixture) -> Iterator[None]:
 
 @pytest.mark.usefixtures("nothing_printed")
 def test_a_directory_without_prediction_files_is_refused(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(InputError, match=r"nowhere: must hold one of pretrain-sst-dev-out\.csv, .*found none\. Train"):
+    with pytest.raises(InputError, match=r"nowhere: must have one of pretrain-sst-dev-out\.csv, .*found none\. Train"):
         evaluate(monkeypatch, tmp_path / "nowhere", "--data", data)
 
 
@@ -527,4 +608,23 @@ def test_an_incomplete_part_2_is_scored_and_noted(
     out, err = capsys.readouterr()
     assert out.split()[:2] == ["sst-dev-output.csv", "0.8333"]
     assert len(out.splitlines()) == 2
-    assert err == "note: only 1 of the three files of Part 2 found.\n"
+    assert err == "note: no dev file of para, sts found, so the overall score is not the leaderboard's.\n"
+
+
+def test_the_dev_file_of_a_task_that_the_handout_does_not_list_is_scored_too(
+    data: Path, predictions: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+):
+    for path in predictions.iterdir():
+        if path.name != "sst-dev-output.csv":
+            path.unlink()
+    values = GUESSES["cfimdb"]
+    given = Predictions(ids_of(CFIMDB, "dev"), values[:, None], values, None)
+    write_predictions(predictions / "cfimdb-dev-output.csv", CFIMDB, given)
+    evaluate(monkeypatch, predictions, "--data", data)
+    out, err = capsys.readouterr()
+    assert [line.split() for line in out.splitlines()[:2]] == [
+        ["sst-dev-output.csv", "0.8333"],
+        ["cfimdb-dev-output.csv", "0.6667"],
+    ]
+    assert out.splitlines()[2:] == ["sst 0.833 | cfimdb 0.667 | overall 0.7500 (2023 formula: 0.7500)"]
+    assert "no dev file of para, sts found" in err

@@ -1,7 +1,9 @@
 """Poolers against padding and plain loops; heads against their formulas in float64; what each head may be used for."""
 
 import copy
+import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,8 +13,8 @@ from torch import Tensor, nn
 
 from bert import BertModel
 from config import BertConfig
-from heads import HEADS, POOLERS, build_head, build_pooler
-from tasks import TASKS
+from heads import HEADS, POOLERS, build_head, build_pooler, check_head
+from tasks import SST, STS, TASKS, Category, Number, Probability, Task
 from utils import InputError
 
 H = 8
@@ -27,7 +29,7 @@ def bert() -> BertModel:
 
 
 def lively(module: nn.Module) -> nn.Module:
-    """In eval mode and float64, with no parameter at a start value such as zero."""
+    """Put a module into eval mode and float64, with random parameters instead of start values such as zero."""
     generator = torch.Generator().manual_seed(3)
     for p in module.parameters():
         p.data = torch.randn(p.shape, generator=generator)
@@ -52,7 +54,7 @@ def padded(rows: list[Tensor], T: int, garbage: float) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("name", sorted(POOLERS))
 def test_a_sentence_has_the_same_vector_in_any_batch_order_and_padding(name: str, bert: BertModel) -> None:
-    """TRAPS 8"""
+    """Padding and the other rows of a batch must not change a vector (docs/PITFALLS.md, 8)."""
     pooler = lively(build_pooler(name, copy.deepcopy(bert).double()))
     rows = sentences()
     alone = torch.cat([pooler(row[None], torch.ones(1, len(row), dtype=torch.long)) for row in rows])
@@ -124,7 +126,7 @@ def test_a_pooler_registers_no_parameter_of_the_encoder_and_follows_its_copy(nam
     with torch.no_grad():
         for p in twin.parameters():
             p.normal_(std=3.0)
-    assert torch.equal(model["pool"](hidden.float(), mask), before), "a copy's weights are its own"
+    assert torch.equal(model["pool"](hidden.float(), mask), before), "a copy has its own weights"
     if name == "pooler":
         assert not torch.allclose(twin["pool"](hidden.float(), mask), before)
 
@@ -153,32 +155,59 @@ def test_bigru_refuses_an_odd_width() -> None:
 
 # --- heads ------------------------------------------------------------------------------------------------------------
 
-KINDS = {task.kind: task.num_outputs for task in TASKS.values()}
-FITTING = [(name, kind) for name, head in sorted(HEADS.items()) for kind in head.kinds]
+TARGETS = {
+    "category": Category(5),
+    "probability": Probability(),
+    "number": Number(0, 5),
+    "number 1-7": Number(1, 7),
+}
 
 
-def vectors_for(name: str, B: int = 6, seed: int = 0) -> list[Tensor]:
+def task_for(kind: str, vectors: int, *, pair: bool | None = None) -> Task:
+    """A task that predicts this; on pairs if its head gets two vectors, or if `pair` says so."""
+    columns = STS if pair or (pair is None and vectors == 2) else SST
+    return replace(columns, name=kind, predicts=TARGETS[kind])
+
+
+def fits(name: str, kind: str, vectors: int, pair: bool) -> bool:
+    try:
+        check_head(name, task_for(kind, vectors, pair=pair), vectors)
+        return True
+    except InputError:
+        return False
+
+
+# head, what it predicts, vectors that it gets, whether the task is on pairs
+GRID = [
+    (name, kind, vectors, pair)
+    for name, kind in itertools.product(sorted(HEADS), TARGETS)
+    for vectors, pair in ((1, False), (1, True), (2, True))
+]
+FITTING = [case[:3] for case in GRID if fits(*case) and case[3] == (case[2] == 2)]
+REFUSED = [case for case in GRID if not fits(*case)]
+
+
+def vectors_for(count: int, B: int = 6, seed: int = 0) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    count = 2 if HEADS[name].needs_pair else 1
     return [torch.randn(B, H, generator=generator, dtype=torch.float64) for _ in range(count)]
 
 
-def head_for(name: str, kind: str, dropout: float = 0.0, vectors: int | None = None) -> nn.Module:
-    vectors = vectors or (2 if HEADS[name].needs_pair else 1)
-    return build_head(name, H, vectors, KINDS[kind], dropout, kind)
+def head_for(name: str, kind: str, vectors: int, dropout: float = 0.0) -> nn.Module:
+    return build_head(name, H, vectors, task_for(kind, vectors), dropout)
 
 
-@pytest.mark.parametrize(("name", "kind"), FITTING)
-def test_a_head_gives_one_row_of_outputs_a_pair_whatever_the_batch(name: str, kind: str) -> None:
-    head = lively(head_for(name, kind, dropout=0.5))
-    vectors = vectors_for(name)
-    logits = head(*vectors)
-    assert logits.shape == (6, KINDS[kind])
+@pytest.mark.parametrize(("name", "kind", "vectors"), FITTING)
+def test_a_head_gives_one_row_of_outputs_per_pair_whatever_the_batch(name: str, kind: str, vectors: int) -> None:
+    head = lively(head_for(name, kind, vectors, dropout=0.5))
+    given = vectors_for(vectors)
+    logits = head(*given)
+    assert logits.shape == (6, TARGETS[kind].num_logits)
     order = [4, 0, 5]
-    torch.testing.assert_close(head(*(v[order] for v in vectors)), logits[order])
+    torch.testing.assert_close(head(*(v[order] for v in given)), logits[order])
 
 
-def logits_by_hand(name: str, own: dict[str, np.ndarray], u: np.ndarray, v: np.ndarray | None) -> np.ndarray:
+def logits_by_hand(name: str, kind: str, own: dict[str, np.ndarray], u: np.ndarray, v: np.ndarray | None) -> np.ndarray:
+    low, high = {"number": (0, 5), "number 1-7": (1, 7)}.get(kind, (math.nan, math.nan))
     joined = {
         "siamese": lambda: [u, v, np.abs(u - v)],
         "sbert": lambda: [u, v, np.abs(u - v), u * v],
@@ -193,61 +222,59 @@ def logits_by_hand(name: str, own: dict[str, np.ndarray], u: np.ndarray, v: np.n
         gelu = inner * 0.5 * (1 + np.array([math.erf(i / math.sqrt(2)) for i in inner]))
         return dense("outer", gelu)
     if name == "sigmoid":
-        return 5 / (1 + np.exp(-dense("linear", x)))
+        return low + (high - low) / (1 + np.exp(-dense("linear", x)))
     if name == "scaled_linear":
-        return 5 * dense("linear", x)
+        return low + (high - low) * dense("linear", x)
     if name == "siamese_cosine":
-        return np.array([(cos(dense("linear", u), dense("linear", v)) + 1) * 5 / 2])
+        return np.array([low + (high - low) * (cos(dense("linear", u), dense("linear", v)) + 1) / 2])
     c = cos(u, v)
-    return np.array(
-        [{"cosine": c, "cosine_relu": 5 * max(c, 0.0)}.get(name, own.get("scale", 0) * c + own.get("offset", 0))]
-    )
+    if name == "cosine_affine":
+        return np.array([own["scale"] * c + own["offset"]])
+    return np.array([{"cosine": c, "cosine_relu": low + (high - low) * max(c, 0.0)}[name]])
 
 
-@pytest.mark.parametrize(
-    ("name", "kind", "pair"),
-    [(n, k, pair) for n, k in FITTING for pair in (False, True) if pair >= HEADS[n].needs_pair],
-)
-def test_a_head_computes_its_formula(name: str, kind: str, pair: bool) -> None:
-    head = lively(head_for(name, kind, vectors=2 if pair else 1))
+@pytest.mark.parametrize(("name", "kind", "vectors"), FITTING)
+def test_a_head_computes_its_formula(name: str, kind: str, vectors: int) -> None:
+    head = lively(head_for(name, kind, vectors))
     own = {n: p.detach().numpy() for n, p in head.named_parameters()}
-    u, v = (torch.randn(6, H, dtype=torch.float64) for _ in range(2))
-    expected = [logits_by_hand(name, own, a.numpy(), b.numpy() if pair else None) for a, b in zip(u, v, strict=True)]
-    ours = head(u, v) if pair else head(u)
-    np.testing.assert_allclose(ours.detach().numpy(), expected, atol=1e-12)
+    given = vectors_for(vectors, seed=1)
+    rows = zip(*(v.numpy() for v in given), strict=True)
+    expected = [logits_by_hand(name, kind, own, *row, *[None] * (2 - vectors)) for row in rows]
+    np.testing.assert_allclose(head(*given).detach().numpy(), expected, atol=1e-12)
 
 
-@pytest.mark.parametrize(("name", "kind"), FITTING)
-def test_dropout_stands_before_every_head_and_is_off_in_eval_mode(name: str, kind: str) -> None:
-    head = head_for(name, kind, dropout=0.5)
-    vectors = [v.float() for v in vectors_for(name, B=50)]
-    assert not torch.allclose(head.train()(*vectors), head(*vectors))
-    assert torch.equal(head.eval()(*vectors), head(*vectors))
-    bare = head_for(name, kind, dropout=0.0)
+@pytest.mark.parametrize(("name", "kind", "vectors"), FITTING)
+def test_dropout_stands_before_every_head_and_is_off_in_eval_mode(name: str, kind: str, vectors: int) -> None:
+    head = head_for(name, kind, vectors, dropout=0.5)
+    given = [v.float() for v in vectors_for(vectors, B=50)]
+    assert not torch.allclose(head.train()(*given), head(*given))
+    assert torch.equal(head.eval()(*given), head(*given))
+    bare = head_for(name, kind, vectors, dropout=0.0)
     bare.load_state_dict(head.state_dict())
-    assert torch.equal(bare.train()(*vectors), head(*vectors))
+    assert torch.equal(bare.train()(*given), head(*given))
 
 
-@pytest.mark.parametrize(("name", "kind"), FITTING)
-def test_every_parameter_of_a_head_gets_a_gradient_in_any_precision(name: str, kind: str) -> None:
-    head = head_for(name, kind)
+@pytest.mark.parametrize(("name", "kind", "vectors"), FITTING)
+def test_every_parameter_of_a_head_gets_a_gradient_in_any_precision(name: str, kind: str, vectors: int) -> None:
+    head = head_for(name, kind, vectors)
     assert head.own_parameters is bool(list(head.parameters()))
-    vectors = [v.float().requires_grad_() for v in vectors_for(name)]
+    given = [v.float().requires_grad_() for v in vectors_for(vectors)]
     with torch.autocast("cpu", torch.bfloat16):
-        logits = head(*vectors)
-    torch.testing.assert_close(logits.float(), head(*vectors), atol=0.05, rtol=0.05)
+        logits = head(*given)
+    torch.testing.assert_close(logits.float(), head(*given), atol=0.05, rtol=0.05)
     logits.float().pow(2).sum().backward()
-    assert all(t.grad is not None and t.grad.any() for t in (*head.parameters(), *vectors))
+    assert all(t.grad is not None and t.grad.any() for t in (*head.parameters(), *given))
 
 
-RANGES = {"cosine": (-1, 1), "cosine_relu": (0, 5), "siamese_cosine": (0, 5), "sigmoid": (0, 5)}
+BOUNDED = ("cosine", "cosine_relu", "siamese_cosine", "sigmoid")
 
 
-@pytest.mark.parametrize("name", sorted(RANGES))
-def test_a_bounded_head_stays_within_its_range_and_serves_numbers_only(name: str) -> None:
-    assert HEADS[name].kinds == ("number",)
-    low, high = RANGES[name]
-    head = lively(head_for(name, "number"))
+@pytest.mark.parametrize("kind", ["number", "number 1-7"])
+@pytest.mark.parametrize("name", BOUNDED)
+def test_a_bounded_head_stays_within_its_range_and_serves_numbers_only(name: str, kind: str) -> None:
+    assert HEADS[name].fits == (Number,)
+    low, high = (-1, 1) if name == "cosine" else {"number": (0, 5), "number 1-7": (1, 7)}[kind]
+    head = lively(head_for(name, kind, 1 + HEADS[name].needs_pair))
     u = 20 * torch.randn(400, H, dtype=torch.float64)
     near = u if HEADS[name].needs_pair else -u
     pairs = [(u, near), (u, -u)] if HEADS[name].needs_pair else [(u,), (near,)]
@@ -259,32 +286,34 @@ def test_a_bounded_head_stays_within_its_range_and_serves_numbers_only(name: str
 def test_zero_vectors_give_a_finite_cosine_and_gradient() -> None:
     for name in ("cosine", "cosine_affine", "cosine_relu", "siamese_cosine"):
         u = torch.zeros(2, H, requires_grad=True)
-        logits = head_for(name, "number")(u, torch.zeros(2, H))
+        logits = head_for(name, "number", 2)(u, torch.zeros(2, H))
         logits.sum().backward()
         assert logits.isfinite().all(), name
         assert u.grad.isfinite().all(), name
 
 
 def test_a_cosine_as_a_logit_has_a_learned_scale_and_offset_that_start_apart_from_one_half() -> None:
-    """TRAPS 27: sigmoid(cos) lies in [.27, .73], and above .5 for BERT's cosines, which are nearly all positive."""
-    assert "probability" not in HEADS["cosine"].kinds
-    head = head_for("cosine_affine", "probability")
+    """sigmoid(cos) lies in [.27, .73], and above .5 for nearly all of BERT's cosines (docs/PITFALLS.md, 27)."""
+    assert Probability not in HEADS["cosine"].fits
+    head = head_for("cosine_affine", "probability", 2)
     assert {n for n, _ in head.named_parameters()} == {"scale", "offset"}
     u = torch.eye(2)
     chance = head(u, torch.tensor([[1.0, 0.0], [1.0, 1.0]])).sigmoid().flatten()  # cosines 1 and 0.71
     assert chance[0] > 0.9
     assert chance[1] < 0.5
-    number = head_for("cosine_affine", "number")
-    torch.testing.assert_close(number(u, u), torch.full((2, 1), 5.0))
+    for kind, lowest, highest in (("number", 0.0, 5.0), ("number 1-7", 1.0, 7.0)):
+        number = head_for("cosine_affine", kind, 2)
+        torch.testing.assert_close(number(u, u), torch.full((2, 1), highest))
+        torch.testing.assert_close(number(u, u.flip(0)), torch.full((2, 1), lowest))
 
 
 def test_cosine_affine_learns_a_threshold_that_a_cosine_alone_cannot_have() -> None:
-    """Cosines of 0.80 to 0.99, a paraphrase from 0.9 on: sigmoid(cos) calls every pair one."""
+    """Cosines from 0.80 to 0.99, paraphrases above 0.9: sigmoid(cos) calls every pair a paraphrase."""
     cosines = torch.linspace(0.80, 0.99, 20)
     labels = (cosines > 0.9).float()
     u = torch.tensor([[1.0, 0.0]]).repeat(20, 1)
     v = torch.stack([cosines, (1 - cosines**2).sqrt()], dim=1)
-    head = build_head("cosine_affine", 2, 2, 1, 0.0, "probability")
+    head = build_head("cosine_affine", 2, 2, task_for("probability", 2), 0.0)
     optimizer = torch.optim.Adam(head.parameters(), lr=0.3)
     for _ in range(300):
         optimizer.zero_grad()
@@ -294,19 +323,45 @@ def test_cosine_affine_learns_a_threshold_that_a_cosine_alone_cannot_have() -> N
     assert (cosines.sigmoid() > 0.5).all()
 
 
-@pytest.mark.parametrize("name", sorted(HEADS))
-def test_a_head_is_refused_where_it_does_not_fit_and_the_remedy_is_named(name: str) -> None:
-    head = HEADS[name]
-    if head.needs_pair:
-        with pytest.raises(InputError, match=rf"{name} needs two vectors, found 1. Use"):
-            build_head(name, H, 1, 1, 0.1)
-    for kind in KINDS.keys() - set(head.kinds):
-        with pytest.raises(InputError, match=rf"{name} is for a .*, found .* a {kind}. Use"):
-            build_head(name, H, 2, KINDS[kind], 0.1, kind)
-    if "category" not in head.kinds:
-        with pytest.raises(InputError, match=rf"{name} gives one output, found a task with 5. Use"):
-            build_head(name, H, 2, 5, 0.1)
+@pytest.mark.parametrize(("name", "kind", "vectors", "pair"), REFUSED)
+def test_a_head_is_refused_where_it_does_not_fit_and_the_remedy_is_named(
+    name: str, kind: str, vectors: int, pair: bool
+) -> None:
+    task, head = task_for(kind, vectors, pair=pair), HEADS[name]
+    with pytest.raises(InputError) as caught:
+        check_head(name, task, vectors, "--x_head")
+    message = str(caught.value)
+    if head.needs_pair and not pair:
+        assert message == (f"--x_head {name} compares two sentences, but {kind} has one. Use --x_head linear or mlp.")
+    elif head.needs_pair and vectors == 1:
+        assert message == (
+            f"--x_head {name} compares two vectors, but cross pairing makes one vector per pair. "
+            f"Use --x_head linear or mlp. Or use --{task.name}_pairing bi."
+        )
+    else:
+        nouns = {"category": "category", "probability": "probability"}
+        assert message.startswith(f"--x_head {name} predicts a ")
+        assert message.endswith(f", but {kind} needs a {nouns.get(kind, 'number')}. Use --x_head linear or mlp.")
+    with pytest.raises(InputError, match=f"--head {name} "):
+        build_head(name, H, vectors, task, 0.1)
 
 
-def test_heads_and_tasks_mean_the_same_kinds() -> None:
-    assert {kind for head in HEADS.values() for kind in head.kinds} == set(KINDS)
+def test_which_heads_fit_what() -> None:
+    """The table as the classes state it; a head for pairs needs a task on pairs that are encoded apart."""
+    every = {"category", "probability", "number", "number 1-7"}
+    numbers = {"number", "number 1-7"}
+    found = {name: {kind for head, kind, *_ in FITTING if head == name} for name in HEADS}
+    assert found == {
+        **dict.fromkeys(("linear", "mlp", "siamese", "sbert"), every),
+        **dict.fromkeys(("cosine", "cosine_relu", "siamese_cosine", "sigmoid", "scaled_linear"), numbers),
+        "cosine_affine": numbers | {"probability"},
+    }
+    for_one_vector = {name for name, _, vectors in FITTING if vectors == 1}
+    assert for_one_vector == {name for name, head in HEADS.items() if not head.needs_pair}
+
+
+def test_every_task_has_a_default_head_that_fits_it() -> None:
+    for task in TASKS.values():
+        for vectors in (1, 2)[: 1 + task.is_pair]:
+            check_head(task.predicts.default_head, task, vectors)
+    assert {target for head in HEADS.values() for target in head.fits} == {type(t.predicts) for t in TASKS.values()}

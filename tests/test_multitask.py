@@ -20,13 +20,19 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import heads
+import model as multitask_model
 import multitask_classifier
+import multitask_flags
+from base_bert import checkpoint_state
 from bert import BertModel
-from datasets import PAIRINGS, Examples, Split, join_pair, read_split
+from datasets import PAIRINGS, SINGLE, Examples, Split, join_pair, read_split
 from evaluation import predict
-from multitask_classifier import MultitaskBERT, cut_training_rows, get_args
+from model import Branch
+from multitask_classifier import MultitaskBERT, get_args
+from multitask_flags import training_rows
 from tasks import PARA, SST, STS, TASKS, Encoded, Task
 from tokenizer import BertTokenizer
+from training import Trainer
 from utils import Precision
 
 FP32 = Precision("fp32", torch.device("cpu"))
@@ -47,7 +53,7 @@ Build = Callable[..., MultitaskBERT]
 @pytest.fixture(scope="module")
 def build(tiny_checkpoint: Path) -> Build:
     def build(**flags: object) -> MultitaskBERT:
-        """In eval mode, with weights so large that every token counts."""
+        """Build a model in eval mode, with weights so large that every token matters."""
         torch.manual_seed(1)
         model = MultitaskBERT(SimpleNamespace(**{"model": str(tiny_checkpoint), "option": "finetune"} | flags))
         for name, parameter in model.named_parameters():
@@ -65,7 +71,7 @@ def build(tiny_checkpoint: Path) -> Build:
 class Finished:
     folder: Path
     out: str
-    models: list[MultitaskBERT]  # the one that was trained, then the one that predicts
+    models: list[multitask_model.MultitaskBERT]  # every model that was built
     encoded: list[tuple[int, bool]]  # rows and training mode of every call of BERT
 
     @property
@@ -82,29 +88,29 @@ class Finished:
         return [json.loads(line) for line in (self.run / "log.jsonl").read_text().splitlines()]
 
 
-def run_multitask(folder: Path, model: Path, *flags: object) -> Finished:
-    """Runs multitask_classifier.py within this process and looks on."""
+def run_multitask(folder: Path, checkpoint: Path, *flags: object) -> Finished:
+    """Run multitask_classifier.py in this process and record the models and the calls of BERT."""
     if not (folder / "data").exists():
         write_task_files(folder / "data")
     done = Finished(folder, "", [], [])
-    build_model, encode = MultitaskBERT.__init__, BertModel.encode
+    build_model, encode = multitask_model.MultitaskBERT.__init__, BertModel.encode
 
-    def building(model: MultitaskBERT, config: object) -> None:
-        build_model(model, config)
-        done.models.append(model)
+    def building(built: multitask_model.MultitaskBERT, *values: object, **others: object) -> None:
+        build_model(built, *values, **others)
+        done.models.append(built)
 
     def counting(bert: BertModel, hidden_states: Tensor, *others: object) -> Tensor:
         done.encoded.append((len(hidden_states), bert.training))
         return encode(bert, hidden_states, *others)
 
-    given = {"--model": model, "--data": folder / "data", "--runs": folder / "runs", "--name": "r"}
+    given = {"--model": checkpoint, "--data": folder / "data", "--runs": folder / "runs", "--name": "r"}
     given |= {"--predictions": folder / "predictions", "--batch_size": 3, "--eval_batch_size": 5}
     if "--run" in flags:
         given = {}
     pairs = (part for pair in given.items() for part in pair)
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as out:
         patch.setattr(sys, "argv", ["multitask_classifier.py", *map(str, (*pairs, *flags))])
-        patch.setattr(MultitaskBERT, "__init__", building)
+        patch.setattr(multitask_model.MultitaskBERT, "__init__", building)
         patch.setattr(BertModel, "encode", counting)
         multitask_classifier.main()
     done.out = out.getvalue()
@@ -121,7 +127,7 @@ RUNS["other seed"] = [*RUNS["tuned"], "--seed", 1]
 
 
 class Runs(dict[str, Finished]):
-    """Each of RUNS, carried out when it is first asked for."""
+    """The runs in RUNS. Each one is executed when it is first needed."""
 
     def __init__(self, folder: Path, model: Path):
         self.folder, self.model = folder, model
@@ -330,7 +336,7 @@ def test_a_prediction_never_depends_on_its_batch(pairing: str, pooling: str, bui
     for task in (SST, PARA, STS):
         split = split_of(task, tokenizer, pairing, *((first, second)[: len(task.text_columns)]))
         alone = torch.cat([logits_of(model, split, torch.tensor([row])) for row in range(14)])
-        assert alone.std(dim=0).min() > 1e-3, "rows differ, or the test would show nothing"
+        assert alone.std(dim=0).min() > 1e-3, "rows must differ, or the test proves nothing"
         for size in (2, 5, 9, 14, 14):
             rows = torch.randperm(14, generator=generator)[:size]
             torch.testing.assert_close(logits_of(model, split, rows), alone[rows], rtol=0, atol=1e-5)
@@ -367,7 +373,7 @@ def test_the_starters_calls_cut_joined_pairs_where_the_pipeline_does(build: Buil
 
 
 def inputs_of_embed(model: MultitaskBERT, split: Split) -> list[tuple[Tensor, Tensor]]:
-    """Token ids and segment ids that reach BERT."""
+    """The token ids and segment ids that reach BERT."""
     seen: list[tuple[Tensor, Tensor]] = []
     embed = model.bert.embed
     with pytest.MonkeyPatch.context() as patch:
@@ -385,7 +391,7 @@ def test_the_cross_encoder_joins_before_padding_with_real_segment_ids(build: Bui
     assert types.amax(dim=1).tolist() == [1, 1, 1]
     padding = wanted["attention_mask"] == 0
     assert padding.any()
-    assert not ids[padding].any(), "all padding stands at the end"
+    assert not ids[padding].any(), "all padding is at the end"
     assert [row.tolist().count(tokenizer.sep_token_id) for row in ids] == [2, 2, 2]
     assert [row.tolist().count(tokenizer.cls_token_id) for row in ids] == [1, 1, 1]
 
@@ -437,7 +443,7 @@ def test_symmetric_pairings_and_no_others_score_both_orders_alike(pairing: str, 
         assert torch.allclose(there, back, atol=1e-6) == pairing.endswith("_symmetric")
 
 
-def kept_logits(path: Path) -> np.ndarray:
+def stored_logits(path: Path) -> np.ndarray:
     return np.load(path)["logits"]
 
 
@@ -445,7 +451,7 @@ def kept_logits(path: Path) -> np.ndarray:
 def test_symmetric_scoring_is_the_mean_of_both_orders_and_leaves_training_alone(
     regularizer: str, tiny_checkpoint: Path, tmp_path: Path
 ):
-    """bregman's teacher is in eval mode, too, but sees training batches."""
+    """Bregman's teacher is also in eval mode, but it sees training batches."""
     flags = [*RUNS["tuned"][:2], *RUNS["tuned"][4:], "--epochs", 1, "--regularizer", regularizer]
     plain = run_multitask(tmp_path / "plain", tiny_checkpoint, *flags)
     both = run_multitask(tmp_path / "both", tiny_checkpoint, *flags, "--symmetric")
@@ -459,12 +465,12 @@ def test_symmetric_scoring_is_the_mean_of_both_orders_and_leaves_training_alone(
     for row in rows:
         row[first], row[second] = row[second], row[first]
     path.write_text("".join("\t".join(row) + "\n" for row in (header, *rows)))
-    straight = kept_logits(plain.run / "para-dev.npz")
+    straight = stored_logits(plain.run / "para-dev.npz")
     flags = ["--predict_only", "--run", plain.run, "--predictions", tmp_path / "out", "--data", turned]
     run_multitask(tmp_path / "plain", tiny_checkpoint, *flags)
-    other_way = kept_logits(plain.run / "para-dev.npz")
+    other_way = stored_logits(plain.run / "para-dev.npz")
     assert not np.allclose(straight, other_way)
-    np.testing.assert_allclose(kept_logits(both.run / "para-dev.npz"), (straight + other_way) / 2, atol=1e-5)
+    np.testing.assert_allclose(stored_logits(both.run / "para-dev.npz"), (straight + other_way) / 2, atol=1e-5)
 
 
 def test_train_tasks_train_alone_while_all_are_scored(tiny_checkpoint: Path, tmp_path: Path):
@@ -490,9 +496,42 @@ def test_pairing_pooling_and_head_are_chosen_task_by_task(build: Build):
         "pooling": "mean",
     }
     model = build(**flags, sst_pooling="cls")
-    assert model.pairings == {"sst": model.pairings["sst"], "para": PAIRINGS["cross"], "sts": PAIRINGS["bi"]}
+    pairings = {name: branch.pairing_for("train") for name, branch in model.branches.items()}
+    assert pairings == {"sst": SINGLE, "para": PAIRINGS["cross"], "sts": PAIRINGS["bi"]}
     assert [type(model.heads[n]) for n in NAMES] == [heads.Linear, heads.MLP, heads.CosineAffine]
     assert [type(model.poolers[n]) for n in NAMES] == [heads.ClsPooler, heads.MeanPooler, heads.MeanPooler]
+
+
+def test_a_model_of_plain_values_is_the_one_that_the_flags_describe(tiny_checkpoint: Path):
+    flags = "--option finetune --hidden_dropout_prob 0.2 --pooling mean --sts_head cosine_affine --para_pairing cross"
+    args = get_args(["--model", str(tiny_checkpoint), *flags.split(), "--symmetric", "--max_length", "40"])
+    torch.manual_seed(3)
+    described = multitask_flags.build_model(args)
+    torch.manual_seed(3)
+    values = multitask_model.MultitaskBERT(
+        BertModel.from_pretrained(str(tiny_checkpoint)),
+        [
+            Branch(SST, pooling="mean", symmetric=True),
+            Branch(PARA, pooling="mean", pairing="cross", symmetric=True),
+            Branch(STS, pooling="mean", head="cosine_affine", symmetric=True),
+        ],
+        dropout=0.2,
+        max_length=40,
+    )
+    assert same(described.state_dict(), values.state_dict())
+    assert repr(described) == repr(values)
+    assert described.branches == values.branches
+    assert (described.max_length, described.frozen) == (values.max_length, values.frozen) == (40, False)
+    assert type(MultitaskBERT(args)).__mro__[1] is type(described)
+
+
+def test_a_branch_scores_dev_and_test_in_both_orders_if_it_is_symmetric():
+    for pairing in ("cross", "cross_symmetric"):
+        branch = Branch(PARA, pairing=pairing, symmetric=True)
+        assert branch.pairing_for("train") is PAIRINGS[pairing]
+        assert branch.pairing_for("dev") is branch.pairing_for("test") is PAIRINGS["cross_symmetric"]
+    assert Branch(PARA).pairing_for("test") is PAIRINGS["bi"]
+    assert Branch(SST, symmetric=True).pairing_for("dev") is SINGLE
 
 
 @pytest.mark.parametrize("pairing", ["bi", "cross"])
@@ -540,6 +579,12 @@ def test_a_frozen_bert_keeps_its_weights_while_all_else_learns(name: str, runs: 
 
 def test_a_trained_pooler_on_a_frozen_bert_sees_its_rows_in_every_epoch(runs: Runs):
     assert sum(rows for rows, _ in runs["bigru"].encoded) == 8 * 5 * (2 + 2 + 2)  # train and dev twice; dev, test
+
+
+def test_vectors_are_fixed_below_a_frozen_bert_unless_a_pooler_learns(build: Build):
+    wanted = {("pretrain", "mean"): True, ("pretrain", "bigru"): False, ("finetune", "mean"): False}
+    assert {key: build(option=key[0], pooling=key[1]).vectors_are_fixed for key in wanted} == wanted
+    assert not build(option="pretrain", sst_pooling="attention").vectors_are_fixed
 
 
 def test_train_leaves_a_frozen_bert_in_eval_mode(build: Build):
@@ -596,7 +641,7 @@ def test_a_run_keeps_flags_log_scores_weights_state_and_logits(runs: Runs):
     assert state["progress"] == {"epoch": 2, "best_epoch": best["epoch"], "best": best["scores"]}
 
 
-def test_kept_logits_are_those_of_the_kept_weights(runs: Runs, tokenizer: BertTokenizer):
+def test_stored_logits_are_those_of_the_kept_weights(runs: Runs, tokenizer: BertTokenizer):
     done = runs["tuned"]
     for task in (SST, PARA, STS):
         for split in ("dev", "test"):
@@ -606,16 +651,17 @@ def test_kept_logits_are_those_of_the_kept_weights(runs: Runs, tokenizer: BertTo
             with np.load(done.run / f"{task.name}-{split}.npz") as kept:
                 assert kept["ids"].tolist() == rows.ids
                 assert ("labels" in kept) == (split == "dev")
-                wanted = predict(done.models[1], rows, 5, FP32).logits
+                wanted = predict(done.models[0], rows, 5, FP32).logits
                 np.testing.assert_array_equal(kept["logits"], wanted)
-    assert same(dict(done.models[1].named_parameters()), dict(done.models[0].named_parameters()))
+    assert len(done.models) == 1, "the trained model predicts; none is built again"
+    assert same(checkpoint_state(done.models[0]), done.weights())
 
 
 def test_the_usual_tools_load_a_runs_encoder(runs: Runs, tokenizer: BertTokenizer):
     transformers = pytest.importorskip("transformers")
     done = runs["tuned"]
     theirs = transformers.AutoModel.from_pretrained(done.run).eval()
-    ours = done.models[1].bert.eval()
+    ours = done.models[0].bert.eval()
     inputs = tokenizer(["a good film", "x"], ["no", "a rather longer text , is it ?"])
     with torch.no_grad():
         wanted, found = ours(**inputs), theirs(**inputs)
@@ -625,13 +671,13 @@ def test_the_usual_tools_load_a_runs_encoder(runs: Runs, tokenizer: BertTokenize
     assert pieces == tokenizer.encode(["A good film ."])[0].ids
 
 
-def test_a_run_is_a_stem_for_another(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture):
-    stem = runs["tuned"].run
-    done = run_multitask(tmp_path, stem, "--epochs", 1)  # frozen, so that the stem's weights are seen again
+def test_a_run_is_an_encoder_for_another(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture):
+    first = runs["tuned"].run
+    done = run_multitask(tmp_path, first, "--epochs", 1)  # frozen, so that the encoder keeps the first run's weights
     assert len(done.predictions()) == 6
-    encoder = {name: tensor for name, tensor in load_file(stem / "model.safetensors").items() if "bert." in name}
+    encoder = {name: tensor for name, tensor in load_file(first / "model.safetensors").items() if "bert." in name}
     assert same(encoder, {name: tensor for name, tensor in done.weights().items() if "bert." in name})
-    assert "the heads of an earlier run are not used" in capsys.readouterr().err
+    assert capsys.readouterr().err == f"note: {first}: only the encoder is used, not its heads.\n"
 
 
 # --- prediction without training --------------------------------------------------------------------------------------
@@ -679,6 +725,16 @@ def test_predict_only_takes_one_other_file_and_leaves_the_rest(runs: Runs, tmp_p
     assert {k: v for k, v in again.predictions().items() if k != "sst-test-output.csv"} == same_files
 
 
+def test_predict_only_takes_files_of_the_runs_own_tasks(tiny_checkpoint: Path, tmp_path: Path):
+    """cfimdb is not among the tasks by default, but it is the run's."""
+    done = run_multitask(tmp_path, tiny_checkpoint, "--tasks", "cfimdb", "--epochs", 1)
+    given = ["--cfimdb_test", tmp_path / "data" / "ids-sst-test-student.csv", "--cfimdb_test_out", tmp_path / "x.csv"]
+    run_multitask(tmp_path, Path(), "--predict_only", "--run", done.run, *given)
+    assert (tmp_path / "x.csv").read_text() == done.predictions()["cfimdb-test-output.csv"], (
+        "the sentences are the same"
+    )
+
+
 def test_a_run_of_a_gpu_is_read_without_one(runs: Runs, tmp_path: Path):
     path = runs["tuned"].run / "args.json"
     before = path.read_text()
@@ -717,7 +773,7 @@ def test_several_training_files_are_read_as_one(tiny_checkpoint: Path, tmp_path:
     more.write_text((tmp_path / "data" / "ids-sst-train.csv").read_text().replace("\ttrain", "\tother"))
     files = [tmp_path / "data" / "ids-sst-train.csv", more]
     done = run_multitask(tmp_path, tiny_checkpoint, "--tasks", "sst", "--epochs", 1, "--sst_train", *files)
-    assert "sst: train 16, dev 8 rows" in done.out
+    assert "sst: train 16, dev 8, test 8 rows" in done.out
     facts = json.loads((done.run / "args.json").read_text())
     assert {str(path) for path in files} <= facts["data_sha256"].keys()
 
@@ -726,25 +782,25 @@ def test_fractions_and_max_train_take_as_many_rows_as_they_say(tiny_checkpoint: 
     given = ["--para_fraction", 0.5, "--max_train", 6, "--epochs", 1]
     done = run_multitask(tmp_path, tiny_checkpoint, *given)
     assert [line.split(" rows")[0] for line in done.out.splitlines()[2:5]] == [
-        "sst: train 6, dev 8",
-        "para: train 4, dev 8",
-        "sts: train 6, dev 8",
+        "sst: train 6, dev 8, test 8",
+        "para: train 4, dev 8, test 8",
+        "sts: train 6, dev 8, test 8",
     ]
 
 
 def test_cut_rows_are_drawn_by_seed_and_keep_their_order(tokenizer: BertTokenizer):
     split = split_of(SST, tokenizer, "bi", random_texts(200, 11))
     args = get_args(["--sst_fraction", "0.1"])
-    chosen = cut_training_rows(split, args).ids
+    chosen = training_rows(split, args).ids
     assert len(chosen) == 20
-    assert chosen == cut_training_rows(split, args).ids
+    assert chosen == training_rows(split, args).ids
     assert chosen == sorted(chosen, key=lambda i: int(i.removeprefix("id")))
     assert set(chosen) < set(split.ids)
-    assert chosen != cut_training_rows(split, get_args(["--sst_fraction", "0.1", "--seed", "1"])).ids
+    assert chosen != training_rows(split, get_args(["--sst_fraction", "0.1", "--seed", "1"])).ids
     assert chosen != split.ids[:20]
-    assert len(cut_training_rows(split, get_args(["--max_train", "7"]))) == 7
-    assert len(cut_training_rows(split, get_args(["--max_train", "7", "--sst_fraction", "0.01"]))) == 2
-    assert cut_training_rows(split, get_args([])) is split
+    assert len(training_rows(split, get_args(["--max_train", "7"]))) == 7
+    assert len(training_rows(split, get_args(["--max_train", "7", "--sst_fraction", "0.01"]))) == 2
+    assert training_rows(split, get_args([])) is split
 
 
 @pytest.mark.parametrize("sampler", ["round_robin", "proportional"])
@@ -752,22 +808,22 @@ def test_a_dry_run_takes_few_steps_and_keeps_nothing(
     sampler: str, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     steps = []
-    update = multitask_classifier.Trainer.update
-    monkeypatch.setattr(multitask_classifier.Trainer, "update", lambda *a: (steps.append(1), update(*a))[1])
+    update = Trainer.update
+    monkeypatch.setattr(Trainer, "update", lambda *a: (steps.append(1), update(*a))[1])
     write_task_files(tmp_path / "data")
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     given = ["--dry_run", "--epochs", 9, "--batch_size", 2, "--steps_per_epoch", 100, "--sampler", sampler]
     done = run_multitask(tmp_path, tiny_checkpoint, *given)
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
     assert "nothing was kept" in done.out
-    assert len(steps) == (2 if sampler == "round_robin" else 6)  # of one task each
+    assert len(steps) == (2 if sampler == "round_robin" else 6)  # one task per step
 
 
 # --- which epoch is kept ----------------------------------------------------------------------------------------------
 
 
 def scripted_scores(monkeypatch: pytest.MonkeyPatch, *epochs: dict[str, float]) -> None:
-    """The scores of every evaluation in turn, whatever the model says; the last ones from then on."""
+    """Make the evaluations return these scores in turn; the last ones are repeated."""
     turns = {name: iter([scores[name] for scores in (*epochs, *epochs[-1:] * 9)]) for name in NAMES}
     monkeypatch.setattr(multitask_classifier, "score", lambda task, found: next(turns[task.name]))
 
@@ -779,24 +835,41 @@ def test_the_best_epoch_is_kept_by_the_2024_score_and_both_scores_are_printed(
     worse = {"sst": 0.5, "para": 0.5, "sts": 0.6}  # 2024: 0.6, 2023: 0.5333
     scripted_scores(monkeypatch, better, worse)
     after: list[dict[str, Tensor]] = []
-    epoch = multitask_classifier.Trainer.epoch
+    epoch = Trainer.epoch
 
-    def watched(trainer: multitask_classifier.Trainer, *args: object) -> object:
+    def watched(trainer: Trainer, *args: object) -> object:
         seen = epoch(trainer, *args)
         after.append({name: p.detach().clone() for name, p in trainer.model.named_parameters()})
         return seen
 
-    monkeypatch.setattr(multitask_classifier.Trainer, "epoch", watched)
+    monkeypatch.setattr(Trainer, "epoch", watched)
     done = run_multitask(tmp_path, tiny_checkpoint, "--option", "finetune", "--epochs", 2)
     assert [line["best"] for line in done.log()] == [True, False]
     assert json.loads((done.run / "dev.json").read_text()) == {**better, "overall": pytest.approx(0.61667, abs=1e-5)}
-    assert "best dev: sst 0.600 | para 0.600 | sts 0.300 | overall 0.6167 (2023's: 0.5000)" in done.out
-    assert same(dict(done.models[1].named_parameters()), after[0])
+    assert "best dev: sst 0.600 | para 0.600 | sts 0.300 | overall 0.6167 (2023 formula: 0.5000)" in done.out
+    assert same(dict(done.models[0].named_parameters()), after[0])
     assert not same(after[0], after[1])
 
 
 def test_every_task_is_a_choice_of_its_own_files_and_outputs():
-    args = get_args([])
-    for name in TASKS:
-        assert getattr(args, f"{name}_train").startswith("data/")
+    args = get_args(["--tasks", *TASKS])
+    for name, task in TASKS.items():
+        assert getattr(args, f"{name}_train") == f"data/{task.filename('train')}"
         assert getattr(args, f"{name}_dev_out") == f"predictions/{name}-dev-output.csv"
+
+
+def test_files_head_pooling_and_pairing_are_filled_in_for_the_tasks_that_are_used_and_no_others():
+    args = vars(get_args(["--tasks", "sst", "para", "--data", "d", "--pooling", "mean"]))
+    keys = ("train", "dev", "test", "dev_out", "test_out", "pooling", "head", "pairing")
+    found = {name: {key: args[f"{name}_{key}"] for key in keys if f"{name}_{key}" in args} for name in TASKS}
+    assert found["sst"] == {
+        "train": "d/ids-sst-train.csv",
+        "dev": "d/ids-sst-dev.csv",
+        "test": "d/ids-sst-test-student.csv",
+        "dev_out": "predictions/sst-dev-output.csv",
+        "test_out": "predictions/sst-test-output.csv",
+        "pooling": "mean",
+        "head": "linear",
+    }
+    assert (found["para"]["train"], found["para"]["pairing"]) == ("d/quora-train.csv", "bi")
+    assert set(found["cfimdb"].values()) == set(found["sts"].values()) == {None}

@@ -1,4 +1,4 @@
-"""What a user can get wrong in Part 2 ends in one line with rule and remedy and status 2, and nothing is written."""
+"""User errors in Part 2 end in one line with rule and remedy and in exit status 2, and nothing is written."""
 
 import json
 import re
@@ -14,8 +14,9 @@ from conftest import Finished, assert_refused, run_script, the_error, write_task
 from safetensors.torch import load_file, save_file
 
 import multitask_classifier
+import multitask_flags
 
-A_REMEDY = re.compile(r"[.?)] [A-Z]\w+ ")  # a further sentence after what was found
+A_REMEDY = re.compile(r"[.?)] [A-Z]\w+ ")  # another sentence after the found value
 FILES = {"sst": "ids-sst", "para": "quora", "sts": "sts"}
 
 
@@ -38,7 +39,7 @@ def classify(
     tmp_path: Path,
     run_main: Callable[..., Finished],
 ) -> Classify:
-    """Runs multitask_classifier.py within this process; flags given here come last, so they win."""
+    """Run multitask_classifier.py in this process. Flags given here come last and override the others."""
 
     def run(*more: object, usual: bool = True) -> Finished:
         flags = usual_flags(tmp_path, tiny_checkpoint) if usual else []
@@ -50,64 +51,122 @@ def classify(
 # --- impossible flags -------------------------------------------------------------------------------------------------
 
 TUNED = "--option finetune "
-ENCODER = "works on the encoder, but --option pretrain, the handout's default, freezes it. Use --option finetune"
-IMPOSSIBLE = {
-    # a flag that would change nothing
-    "--smart_weight 2": "--smart_weight only works with --regularizer smart, which is not set. Set it, or leave",
-    TUNED + "--regularizer rdrop --smart_steps 3": "--smart_steps only works with --regularizer smart",
-    TUNED + "--regularizer rdrop --smart_variant 1": "--smart_variant only works with --regularizer smart or bregman",
-    TUNED + "--regularizer smart --bregman_momentum 0.5": "--bregman_momentum only works with --regularizer bregman",
-    TUNED + "--regularizer smart --rdrop_weight 2": "--rdrop_weight only works with --regularizer rdrop",
-    TUNED + "--combiner pcgrad --cagrad_c 0.5": "--cagrad_c only works with --combiner cagrad, which is not set",
-    "--gradvac_beta 0.5": "--gradvac_beta only works with --combiner gradvac, which is not set",
-    "--averager swa --ema_decay 0.5": "--ema_decay only works with --averager ema, which is not set",
-    "--averager ema --average_start 0.1": "--average_start only works with --averager swa, which is not set",
-    "--label_smoothing 0.2": "--label_smoothing only works with a loss ce_smooth, which is not set",
-    "--tasks para sts --sst_loss ce_smooth --label_smoothing 0.2": "--label_smoothing only works with a loss ce_smooth",
+ENCODER = (
+    "needs an encoder that trains, which --option pretrain (the handout's default) freezes. Use --option finetune, or "
+    "leave out"
+)
+IDLE = {  # flags that would do nothing
+    "--smart_weight 2": "--smart_weight 2.0 needs --regularizer smart. Set it, or leave out --smart_weight.",
+    TUNED + "--regularizer rdrop --smart_steps 3": "--smart_steps 3 needs --regularizer smart. Set it, or leave out",
+    TUNED + "--regularizer rdrop --smart_variant 1": "--smart_variant 1 needs --regularizer smart or bregman. Set it",
+    TUNED + "--regularizer smart+rdrop --bregman_momentum 0.5": "--bregman_momentum 0.5 needs --regularizer bregman.",
+    TUNED + "--regularizer smart:0.5+bregman --rdrop_weight 2": "--rdrop_weight 2.0 needs --regularizer rdrop. Set it",
+    TUNED + "--combiner pcgrad --cagrad_c 0.5": "--cagrad_c 0.5 needs --combiner cagrad. Set it, or leave out",
+    "--gradvac_beta 0.5": "--gradvac_beta 0.5 needs --combiner gradvac. Set it, or leave out --gradvac_beta.",
+    "--averager swa --ema_decay 0.5": "--ema_decay 0.5 needs --averager ema. Set it, or leave out --ema_decay.",
+    "--averager ema --average_start 0.1": "--average_start 0.1 needs --averager swa. Set it, or leave out --average_",
+    "--decay_matrices_only": "--decay_matrices_only needs --weight_decay. Set it, or leave out --decay_matrices_only.",
+    "--label_smoothing 0.2": "--label_smoothing 0.2 needs the loss ce_smooth. Set it, or leave out --label_smoothing.",
+    "--train_tasks para --label_smoothing 0.2": "--label_smoothing 0.2 needs the loss ce_smooth.",
+    "--mnrl_scale 10": "--mnrl_scale 10.0 needs the loss mnrl. Set it, or leave out --mnrl_scale.",
+    "--para_loss mnrl_head --mnrl_scale 10": "--mnrl_scale 10.0 needs the loss mnrl. Set it, or leave out --mnrl_scale",
+    TUNED + "--para_loss bce+mnrl --mnrl_threshold 3": (
+        "--mnrl_threshold 3.0 needs the loss mnrl or mnrl_head of a task that predicts a number. Set it, or leave out"
+    ),
+    "--mnrl_symmetric": "--mnrl_symmetric needs the loss mnrl or mnrl_head. Set it, or leave out --mnrl_symmetric.",
+    TUNED + "--train_tasks sst --mnrl_symmetric": "--mnrl_symmetric needs the loss mnrl or mnrl_head. Set it, or",
+    "--cosent_scale 10": "--cosent_scale 10.0 needs the loss cosent. Set it, or leave out --cosent_scale.",
+    "--cosine_margin 0.5": "--cosine_margin 0.5 needs the loss cosine_embedding. Set it, or leave out --cosine_margin.",
+    "--simcse_temperature 0.1": "--simcse_temperature 0.1 needs the loss simcse. Set it, or leave out --simcse_",
+    "--distill_temperature 3": (
+        "--distill_temperature 3.0 needs the loss distill of a task that predicts a category or probability. Set it"
+    ),
+    "--sts_loss distill --teacher x --distill_temperature 3": "--distill_temperature 3.0 needs the loss distill of a",
+    "--teacher x": "--teacher x needs the loss distill. Set it, or leave out --teacher.",
+    "--task_weights sts=2 sst=3": "--task_weights sts=2 sst=3 needs --weighting fixed. Set it, or leave out --task_w",
+    "--predict_only": "--predict_only needs --run. Add --run runs/NAME, or leave out --predict_only.",
+    "--predict_train": "--predict_train needs --predict_only. Set it, or leave out --predict_train.",
+    "--run runs/x": "--run runs/x needs --predict_only. Set it, or leave out --run.",
+    "--pos_dim 8": "--pos_dim 8 needs --feature pos. Set it, or leave out --pos_dim.",
+    TUNED + "--pal_dim 8": "--pal_dim 8 needs --adapter pal. Set it, or leave out --pal_dim.",
+    TUNED + "--adapter pal --lora_on key value": "--lora_on key value needs --adapter lora. Set it, or leave out",
+    TUNED + "--adapter lora --mixout_p 0.5": "--mixout_p 0.5 needs --adapter mixout. Set it, or leave out --mixout_p.",
+    TUNED + "--adapter_only": "--adapter_only needs --adapter pal or lora. Set it, or leave out --adapter_only.",
+    TUNED + "--adapter mixout --adapter_only": "--adapter_only needs --adapter pal or lora. Set it, or leave out",
+    # tasks that are not used, or not trained
+    "--tasks para sts --sst_head mlp": "--sst_head mlp needs sst among --tasks. Set it, or leave out --sst_head.",
+    "--tasks sst sts --para_pairing cross": "--para_pairing cross needs para among --tasks. Set it, or leave out",
+    "--tasks sst --sts_dev_out x.csv": "--sts_dev_out x.csv needs sts among --tasks. Set it, or leave out",
+    "--cfimdb_pooling mean": "--cfimdb_pooling mean needs cfimdb among --tasks. Set it, or leave out --cfimdb_pooling.",
+    "--tasks para sts --sst_loss ce_smooth": "--sst_loss ce_smooth needs sst among the tasks that train. Set it, or",
+    "--train_tasks sst --para_fraction 0.5": "--para_fraction 0.5 needs para among the tasks that train. Set it, or",
+    "--train_tasks sst --sts_train a.csv b.csv": "--sts_train a.csv b.csv needs sts among the tasks that train. Set it",
+    "--cfimdb_train a.csv": "--cfimdb_train a.csv needs cfimdb among the tasks that train. Set it, or leave out",
+    "--tasks sst cfimdb --symmetric": "--symmetric needs a task on pairs among --tasks. Set it, or leave out --symme",
+    "--tasks sst --pairing cross": "--pairing cross needs a task on pairs among --tasks. Set it, or leave out --pair",
+    "--tasks sst sts --share_pair_layer": "--share_pair_layer needs two tasks on pairs among --tasks. Set it, or leave",
+    # surgery
+    TUNED + "--tasks sst --combiner pcgrad": (
+        "--combiner pcgrad needs at least two tasks that train. Use two tasks, or --combiner sum, or leave out"
+    ),
+    TUNED + "--train_tasks sts --combiner pcgrad": "--combiner pcgrad needs at least two tasks that train. Use two",
+    TUNED + "--sampler proportional --combiner gradvac": (
+        "--combiner gradvac needs at least two tasks in a step. Use --sampler round_robin or --accumulate 3, or leave "
+        "out --combiner."
+    ),
+    TUNED + "--sampler sequential --combiner mgda": "--combiner mgda needs at least two tasks in a step. Use --sampler",
+    # what needs an encoder that trains
+    "--combiner pcgrad": f"--combiner pcgrad {ENCODER} --combiner.",
+    "--regularizer smart": f"--regularizer smart {ENCODER} --regularizer.",
+    "--regularizer bregman+rdrop:2": f"--regularizer bregman+rdrop:2 {ENCODER} --regularizer.",
+    "--compile": f"--compile {ENCODER} --compile.",
+    "--checkpoint_activations": f"--checkpoint_activations {ENCODER} --checkpoint_activations.",
+    "--layer_decay 0.9": f"--layer_decay 0.9 {ENCODER} --layer_decay.",
+    "--adapter lora": f"--adapter lora {ENCODER} --adapter.",
+    "--chunk_rows 4": f"--chunk_rows 4 {ENCODER} --chunk_rows.",
+    TUNED + "--adapter lora --adapter_only --layer_decay 0.9": (
+        "--layer_decay 0.9 needs an encoder whose own layers train, which --adapter_only freezes. Leave out --adapter_"
+    ),
+}
+IMPOSSIBLE = IDLE | {
+    # specifications
+    "--para_loss bce+bce": "--para_loss bce+bce: each name may appear once, found bce twice. Remove one.",
+    "--sst_loss hinge": "--sst_loss hinge: must be made of ce, ce_smooth, bce, mse, distill,",
+    "--sst_loss cee": "--sst_loss cee: must be made of ce, ce_smooth, bce, mse, distill,",
+    "--sts_loss mse:-1": "--sts_loss mse:-1: the weight of mse must be a number above 0, found '-1'. Write it like",
+    "--sts_loss mse:": "the weight of mse must be a number above 0, found ''. Write it like mse:0.2",
+    TUNED + "--regularizer smart+smart": "--regularizer smart+smart: each name may appear once, found smart twice.",
+    TUNED + "--regularizer none+smart": "--regularizer none+smart: none must stand alone, found 2 names. Remove it.",
+    TUNED + "--regularizer rdorp": (
+        "--regularizer rdorp: must be made of none, smart, bregman, rdrop, found 'rdorp'. Did you mean rdrop?"
+    ),
+    TUNED + "--regularizer smart:x": "--regularizer smart:x: the weight of smart must be a number above 0, found 'x'.",
+    # heads, pairings, losses
     TUNED + "--para_loss bce+mnrl --batch_size 1": "--para_loss bce+mnrl: mnrl compares the rows of a batch, found",
     TUNED
     + "--sst_loss ce+simcse --batch_size 1": "simcse compares the rows of a batch, found --batch_size 1. Use 8 or",
     "--pooling attention --sst_loss ce+simcse": "--sst_loss ce+simcse: simcse trains the encoder, but --option",
-    "--para_loss bce+bce": "--para_loss bce+bce: every loss may stand once, found bce twice. Leave one out.",
-    "--mnrl_scale 10": "--mnrl_scale only works with a loss mnrl, which is not set. Set it, or leave --mnrl_scale out.",
-    "--para_loss mnrl_head --mnrl_scale 10": "--mnrl_scale only works with a loss mnrl, which is not set",
-    TUNED
-    + "--para_loss bce+mnrl --mnrl_threshold 3": "--mnrl_threshold only works with a loss mnrl or mnrl_head of sts",
-    "--mnrl_symmetric": "--mnrl_symmetric only works with a loss mnrl or mnrl_head, which is not set.",
-    TUNED + "--para_loss bce+mnrl --train_tasks sst --mnrl_symmetric": "--mnrl_symmetric only works with a loss mnrl",
-    "--cosent_scale 10": "--cosent_scale only works with a loss cosent, which is not set.",
-    "--cosine_margin 0.5": "--cosine_margin only works with a loss cosine_embedding, which is not set.",
-    "--simcse_temperature 0.1": "--simcse_temperature only works with a loss simcse, which is not set.",
-    "--distill_temperature 3": "--distill_temperature only works with a loss distill of sst, cfimdb or para",
-    "--sts_loss distill --teacher x --distill_temperature 3": "--distill_temperature only works with a loss distill of",
-    "--teacher x": "--teacher only works with a loss distill, which is not set. Set it, or leave --teacher out.",
-    "--predict_train": "--predict_train only works with --predict_only, which is not set.",
-    "--pos_dim 8": "--pos_dim only works with --feature pos, which is not set. Set it, or leave --pos_dim out.",
-    "--run runs/x": "--run only works with --predict_only, which is not set. Set it, or leave --run out.",
-    TUNED + "--pal_dim 8": "--pal_dim only works with --adapter pal, which is not set. Set it, or leave",
-    TUNED + "--adapter pal --lora_on key": "--lora_on only works with --adapter lora, which is not set.",
-    TUNED + "--adapter lora --mixout_p 0.5": "--mixout_p only works with --adapter mixout, which is not set.",
-    TUNED + "--adapter_only": "--adapter_only only works with --adapter pal or lora, which is not set.",
-    TUNED + "--adapter mixout --adapter_only": "--adapter_only only works with --adapter pal or lora",
-    # heads, pairings, losses
     "--sst_head cosine_affine": "--sst_head cosine_affine compares two sentences, but sst has one. Use --sst_head",
     "--head siamese": "--sst_head siamese compares two sentences, but sst has one. Use --sst_head linear or mlp.",
     "--pairing cross --sts_head siamese_cosine": (
-        "--sts_head siamese_cosine compares two vectors, but --sts_pairing cross makes one of a pair. "
+        "--sts_head siamese_cosine compares two vectors, but cross pairing makes one vector per pair. "
         "Use --sts_head linear or mlp. Or use --sts_pairing bi."
     ),
-    "--para_pairing cross_symmetric --para_head sbert": "but --para_pairing cross_symmetric makes one of a pair.",
-    "--para_head cosine": "--para_head cosine gives a number, but para needs a probability. Use --para_head linear or",
-    "--sst_head sigmoid": "--sst_head sigmoid gives a number, but sst needs a category. Use --sst_head linear or mlp.",
-    "--sts_loss bce": "--sts_loss bce: bce is for a task whose output is a probability, found sts, whose output is a",
-    "--sst_loss hinge": "--sst_loss hinge: a loss must be one of",
+    "--para_pairing cross_symmetric --para_head sbert": "but cross pairing makes one vector per pair.",
+    "--para_head cosine": "--para_head cosine predicts a number, but para needs a probability. Use --para_head linear",
+    "--sst_head sigmoid": "--sst_head sigmoid predicts a number, but sst needs a category. Use --sst_head linear or",
+    "--sts_loss bce": (
+        "--sts_loss bce: bce is for a task that predicts a probability, but sts predicts a number. Use mse or distill"
+    ),
     TUNED + "--sts_pairing cross --sts_loss mse+cosent": (
-        "--sts_loss mse+cosent: cosent compares the vectors of sentences, but --sts_pairing cross makes one of a pair. "
-        "Use --sts_pairing bi."
+        "--sts_loss mse+cosent: cosent compares the vectors of sentences, but --sts_pairing cross makes one vector per "
+        "pair. Use --sts_pairing bi."
     ),
     TUNED
-    + "--pairing cross_symmetric --para_loss bce+simcse:0.1": "--para_pairing cross_symmetric makes one of a pair.",
-    TUNED + "--sst_loss ce+mnrl": "mnrl is for a task whose output is a probability or a number, found sst",
+    + "--pairing cross_symmetric --para_loss bce+simcse:0.1": "--para_pairing cross_symmetric makes one vector per",
+    TUNED + "--sst_loss ce+mnrl": (
+        "mnrl is for a task that predicts a probability or a number, but sst predicts a category. Use ce or ce_smooth"
+    ),
     TUNED + "--para_loss mnrl": (
         "--para_loss mnrl trains vectors only, but --para_head linear has to learn too. Use --para_loss bce+mnrl, or "
         "--para_head cosine_affine."
@@ -129,33 +188,10 @@ IMPOSSIBLE = {
     ),
     TUNED
     + "--pairing cross --chunk_rows 8": "--chunk_rows must be below the number of sentences in a batch, at most 8",
-    "--chunk_rows 4": f"--chunk_rows 4 {ENCODER}",
-    "--sts_loss mse:-1": "--sts_loss mse:-1: the weight of mse must be a number above 0, found '-1'. Write it like",
-    "--sts_loss mse:": "the weight of mse must be a number above 0, found ''. Write it like mse:0.2",
-    # surgery
-    TUNED + "--tasks sst --combiner pcgrad": (
-        "--combiner pcgrad needs at least two tasks, found sst alone. Use --combiner sum."
-    ),
-    TUNED + "--train_tasks sts --combiner pcgrad": "--combiner pcgrad needs at least two tasks, found sts alone.",
-    "--tasks sst --train_tasks para": "--train_tasks must be among --tasks, found para. Add it to --tasks, or leave it",
-    TUNED + "--combiner gradvac --sampler proportional": (
-        "--combiner gradvac needs at least two tasks in a step; --sampler proportional gives one. "
-        "Use --sampler round_robin, or --accumulate 3."
-    ),
-    TUNED + "--combiner mgda --sampler sequential": "--sampler sequential gives one. Use --sampler round_robin",
-    # what needs an encoder that trains
-    "--combiner pcgrad": f"--combiner pcgrad {ENCODER}",
-    "--regularizer smart": f"--regularizer smart {ENCODER}",
-    "--compile": f"--compile {ENCODER}",
-    "--checkpoint_activations": f"--checkpoint_activations {ENCODER}",
-    "--layer_decay 0.9": f"--layer_decay 0.9 {ENCODER}",
-    "--adapter lora": f"--adapter lora {ENCODER}",
+    # adapters
     TUNED + "--adapter pal --adapter_only --combiner pcgrad": (
-        "--combiner pcgrad works on weights that tasks share; --adapter pal with --adapter_only trains none, found "
-        "each task with its own. Use --combiner sum, or leave out --adapter_only."
-    ),
-    TUNED + "--adapter lora --adapter_only --layer_decay 0.9": (
-        "--layer_decay 0.9 is for the encoder's layers, but --adapter_only freezes them. Leave one of them out"
+        "--combiner pcgrad works on weights that tasks share, but --adapter pal with --adapter_only trains none. Use "
+        "--combiner sum, or leave out --adapter_only."
     ),
     TUNED + "--adapter pal --pal_dim 6": (
         "--pal_dim must be a multiple of the encoder's 4 attention heads, found 6. Use 4, 8."
@@ -165,29 +201,31 @@ IMPOSSIBLE = {
         "encoder: nothing would learn. Use --option finetune, or --sts_head linear."
     ),
     # the rest
-    "--share_pair_layer --tasks sst sts": "--share_pair_layer needs two tasks on pairs in --tasks, para and sts. Add",
-    "--resume --predict_only --run runs/x": "--resume and --predict_only exclude each other: one trains, the other",
-    "--dry_run --resume": "--dry_run and --resume exclude each other: a dry run keeps nothing. Choose one.",
-    "--dry_run --predict_only --run runs/x": "--dry_run and --predict_only exclude each other",
-    "--predict_only": "--predict_only needs the run to predict with. Add --run runs/NAME.",
-    "--weighting fixed": "--task_weights and --weighting fixed need each other",
-    "--task_weights sts=2": "--task_weights and --weighting fixed need each other",
+    "--tasks sst --train_tasks para": "--train_tasks must be among --tasks, found para. Add it to --tasks, or leave it",
+    "--resume --predict_only --run runs/x": "--resume and --predict_only exclude each other. Leave one out.",
+    "--dry_run --resume": "--resume and --dry_run exclude each other. Leave one out.",
+    "--dry_run --predict_only --run runs/x": "--predict_only and --dry_run exclude each other. Leave one out.",
+    "--weighting fixed": "--weighting fixed needs --task_weights, found none. Add for example --task_weights sts=2.",
     "--weighting fixed --tasks sst --task_weights sts=2": "a task must be one of sst, found 'sts'. Correct it.",
     "--keep_layers 3": "--keep_layers must be 1 to 2 for",
-    # argparse's own
-    "--combiner sgd": "argument --combiner: invalid choice: 'sgd'",
-    "--tasks sst nli": "argument --tasks: invalid choice: 'nli'",
-    "--fine-tune-mode half": "argument --fine-tune-mode: must be one of last-linear-layer, full-model, found 'half'",
-    "--accumulate 0": "argument --accumulate: must be at least 1 and at most 4096, found '0'",
-    "--para_fraction 0": "argument --para_fraction: must be above 0 and at most 1, found '0'",
-    "--max_train 1": "argument --max_train: must be at least 2",
-    "--max_length 513": "argument --max_length: must be at least 4 and at most 512, found '513'",
-    "--patience -1": "argument --patience: must be at least 0 and at most 1000, found '-1'",
-    "--weighting fixed --task_weights sts": "argument --task_weights: must be like sts=2, found 'sts'",
-    TUNED + "--adapter prefix": "argument --adapter: invalid choice: 'prefix'",
-    TUNED + "--adapter lora --lora_on pooler": "argument --lora_on: invalid choice: 'pooler'",
-    "--optimizer lion": "argument --optimizer: invalid choice: 'lion'",
-    "--smart True": "unrecognized arguments: --smart True",
+    # values
+    "--combiner sgd": "--combiner must be one of cagrad, gradvac, mgda, pcgrad, sum; found 'sgd'. See multitask_cl",
+    "--combiner pcgard": "found 'pcgard'. Did you mean pcgrad? See multitask_classifier.py --help.",
+    "--tasks sst nli": "--tasks must be one of cfimdb, para, sst, sts; found 'nli'.",
+    "--fine-tune-mode half": "must be one of last-linear-layer, full-model, found 'half'. See multitask_classifier.py",
+    "--accumulate 0": "--accumulate: must be at least 1 and at most 4096, found '0'. See multitask_classifier.py",
+    "--para_fraction 0": "--para_fraction: must be above 0 and at most 1, found '0'",
+    "--max_train 1": "--max_train: must be at least 2",
+    "--max_length 513": "--max_length: must be at least 4 and at most 512, found '513'",
+    "--patience -1": "--patience: must be at least 0 and at most 1000, found '-1'",
+    "--weighting fixed --task_weights sts": "--task_weights: must be like sts=2, found 'sts'",
+    TUNED + "--adapter prefix": "--adapter must be one of lora, mixout, none, pal; found 'prefix'.",
+    TUNED + "--adapter lora --lora_on pooler": "--lora_on must be one of query, key, value, attention_dense, interm_",
+    "--optimizer lion": "--optimizer must be one of adafactor, adamax, adamw, nadam, radam, sgd, torch_adamw; found",
+    TUNED + "--regularizer smart --smart_variant 3": "--smart_variant must be one of 0, 1, 2; found '3'.",
+    "--smart True": "unknown flag --smart.",
+    "--learning_rate 3": "unknown flag --learning_rate.",
+    "sst": "unknown flag sst.",
 }
 
 
@@ -195,15 +233,40 @@ IMPOSSIBLE = {
 def test_an_impossible_combination_of_flags_is_refused(flags: str, classify: Classify, tmp_path: Path):
     finished = classify(*flags.split())
     assert_refused(finished, tmp_path, IMPOSSIBLE[flags])
-    if finished.err.startswith("error: ") and "--keep_layers" not in flags:
-        assert A_REMEDY.search(finished.err)
+    assert finished.err.startswith("error: "), "no flag is dropped before the error"
+    assert A_REMEDY.search(finished.err)
 
 
-def test_every_dependent_flag_is_a_case_and_exists():
-    keys = vars(multitask_classifier.build_parser().parse_args([]))
-    for flag, _, _ in multitask_classifier.DEPENDENT_FLAGS:
-        assert any(key.startswith(flag) for key in keys)
-        assert any(re.search(rf"--{flag}", case) for case in IMPOSSIBLE)
+def test_every_need_of_a_flag_is_a_case():
+    needs = {need.what for action in multitask_flags.parser().flags.values() for need in action.needs}
+    assert len(needs) > 30
+    for what in needs:
+        if re.fullmatch(r"\w+ among .*", what):
+            what = what.partition(" ")[2]  # for one of the tasks
+        assert any(f" {what}." in message for message in IDLE.values()), what
+
+
+SWITCHED_OFF = {  # flags that the last one makes pointless
+    TUNED + "--combiner gradvac --gradvac_beta 0.5 --sampler proportional": {"combiner", "gradvac_beta"},
+    TUNED + "--combiner mgda --sampler sequential": {"combiner"},
+    TUNED + "--regularizer smart --smart_steps 2 --option pretrain": {"regularizer", "smart_steps"},
+    TUNED + "--para_loss bce+mnrl --mnrl_symmetric --train_tasks sst sts": {"para_loss", "mnrl_symmetric"},
+    "--sst_fraction 0.5 --train_tasks para": {"sst_fraction"},
+    "--share_pair_layer --tasks sst sts": {"share_pair_layer"},
+    "--para_head mlp --tasks sst": {"para_head"},
+}
+
+
+@pytest.mark.parametrize("flags", SWITCHED_OFF)
+def test_flags_that_a_later_one_made_pointless_are_dropped_with_a_note(flags: str, classify: Classify, tmp_path: Path):
+    finished = classify(*flags.split())
+    assert finished.status == 0, finished.err
+    last = flags[flags.rindex("--") :]
+    notes = re.findall(rf"^note: (.*): no effect with {last}, so dropped\.$", finished.err, flags=re.MULTILINE)
+    assert {flag.removeprefix("--") for note in notes for flag in note.split(", ")} == SWITCHED_OFF[flags]
+    stored = json.loads((tmp_path / "runs" / "r" / "args.json").read_text())["args"]
+    defaults = vars(multitask_flags.parser().parse_args([]))
+    assert all(stored[flag] == defaults[flag] for flag in SWITCHED_OFF[flags])
 
 
 @pytest.mark.parametrize(
@@ -269,12 +332,12 @@ TEACHERS = {
     ),
     "another task's": (
         lambda folder: teacher(folder, outputs=1),
-        "must hold 5 finite logits for each of its 8 ids, found an array of shape (8, 1). Predict again: ",
+        "must have 5 finite logits for each of its 8 ids, found an array of shape (8, 1). Predict again: ",
     ),
     "too few logits": (lambda folder: teacher(folder, logits=np.zeros((7, 5))), "found an array of shape (7, 5)."),
     "no numbers": (
         lambda folder: teacher(folder, logits=np.full((8, 5), np.nan)),
-        "must hold 5 finite logits for each of its 8 ids, found NaN or infinity. Predict again: ",
+        "must have 5 finite logits for each of its 8 ids, found NaN or infinity. Predict again: ",
     ),
     "text as logits": (lambda folder: teacher(folder, logits=np.full((8, 5), "x")), "it is not an .npz file with ids"),
     "an id twice": (
@@ -309,7 +372,7 @@ def test_a_prediction_file_never_takes_the_place_of_data(classify: Classify, tmp
             finished, tmp_path, f"--sst_dev_out {labels}: must be a file of its own, found that of --sst_dev."
         )
     finished = classify("--sst_dev_out", tmp_path / "same", "--sts_test_out", tmp_path / "same")
-    assert_refused(finished, tmp_path, "--sts_test_out", "found that of --sst_dev_out. Give another path.")
+    assert_refused(finished, tmp_path, "--sts_test_out", "found that of --sst_dev_out. Use another path.")
     assert classify("--tasks", "sst").status == 0
     finished = classify("--predict_only", "--run", tmp_path / "runs" / "r", "--sst_test_out", labels, usual=False)
     assert "--sst_test_out" in the_error(finished)
@@ -319,20 +382,23 @@ def test_a_prediction_file_never_takes_the_place_of_data(classify: Classify, tmp
 def test_a_run_is_predicted_with_its_own_tasks(classify: Classify, tmp_path: Path):
     assert classify("--tasks", "sst", "sts").status == 0
     finished = classify("--predict_only", "--run", tmp_path / "runs" / "r", "--tasks", "sst", usual=False)
-    assert f"--tasks sst: must be those of {tmp_path / 'runs' / 'r'}, sst sts. Leave it out." in the_error(finished)
+    error = the_error(finished)
+    assert error.startswith("error: --tasks ")
+    assert f"{tmp_path / 'runs' / 'r'} was trained with " in error
+    assert error.endswith(", which cannot be changed afterwards. Leave out --tasks.")
 
 
 def test_a_recipe_that_is_not_there_and_one_without_its_sign(classify: Classify):
     error = the_error(classify("@recipes/bets.txt"))
-    assert (
-        error
-        == "error: recipes/bets.txt: cannot be read; No such file or directory. recipes/README.md lists all recipes."
+    assert error == (
+        "error: @recipes/bets.txt: no such recipe. Did you mean recipes/best.txt? recipes/README.md lists them all."
     )
-    assert "A file of flags is given as @FILE." in the_error(classify("recipes/best.txt"))
+    error = the_error(classify("recipes/best.txt"))
+    assert error == "error: recipes/best.txt is not a flag. A recipe is given as @recipes/best.txt."
 
 
 def test_resuming_needs_a_name(classify: Classify):
-    assert "--resume needs the name of the run to go on with" in the_error(classify("--resume", usual=False))
+    assert "--resume needs the name of the run to continue" in the_error(classify("--resume", usual=False))
 
 
 def test_a_run_of_another_script_is_refused(classify: Classify, tmp_path: Path):
@@ -348,7 +414,7 @@ def test_training_rows_are_not_predicted_for_a_run_with_repeated_ids(classify: C
     assert classify("--tasks", "sst", "--repeated_ids").status == 0
     before = sorted((tmp_path / "runs" / "r").iterdir())
     finished = classify("--predict_only", "--predict_train", "--run", tmp_path / "runs" / "r", usual=False)
-    assert "--predict_train: logits are found by id, which must be unique in the training files" in the_error(finished)
+    assert "--predict_train: logits are looked up by id, which must be unique in the training" in the_error(finished)
     assert sorted((tmp_path / "runs" / "r").iterdir()) == before
 
 
@@ -356,16 +422,16 @@ def test_training_rows_are_not_predicted_for_a_run_with_repeated_ids(classify: C
 
 
 def test_an_unknown_recipe_is_refused(classify: Classify, tmp_path: Path):
-    assert_refused(classify("@recipes/nowhere.txt"), tmp_path, "recipes/nowhere.txt", "No such file")
+    assert_refused(classify("@recipes/nowhere.txt"), tmp_path, "@recipes/nowhere.txt: no such recipe.")
 
 
 @pytest.mark.parametrize(
     ("text", "part"),
     [
-        ("--epochs 1\n--learning_rate 3  # no such flag\n", "unrecognized arguments: --learning_rate 3"),
-        ("--combiner pcgrod\n", "argument --combiner: invalid choice: 'pcgrod'"),
-        ("pcgrad\n", "unrecognized arguments: pcgrad"),
-        ("--lr\n", "argument --lr: expected one argument"),
+        ("--epochs 1\n--learning_rate 3  # no such flag\n", "unknown flag --learning_rate."),
+        ("--combiner pcgrod\n", "found 'pcgrod'. Did you mean pcgrad?"),
+        ("pcgrad\n", "unknown flag pcgrad."),
+        ("--lr\n", "--lr: expected one argument"),
     ],
 )
 def test_an_unknown_key_or_value_within_a_recipe_is_refused(text: str, part: str, classify: Classify, tmp_path: Path):
@@ -441,18 +507,18 @@ def test_a_test_file_with_an_unusable_row_is_refused_before_training_where_data_
 ):
     path = task_files / "sts-test-student.csv"
     path.write_text(path.read_text() + '8\tid8\t"an open quotation mark\tx\n')
-    assert_refused(classify("--strict_data"), tmp_path, f"{path} line 10", "Mend the row, or leave out --strict_data")
+    assert_refused(classify("--strict_data"), tmp_path, f"{path} line 10", "Fix the row, or leave out --strict_data")
 
 
 @pytest.mark.parametrize(("pairing", "cut_rows"), [("bi", 0), ("cross", 1), ("cross_symmetric", 1)])
-def test_pairs_longer_than_512_tokens_are_cut_and_counted(
+def test_pairs_longer_than_512_tokens_are_truncated_and_counted(
     pairing: str, cut_rows: int, classify: Classify, task_files: Path, tmp_path: Path
 ):
     path = task_files / "quora-dev.csv"
     path.write_text(path.read_text().replace("1 bad, or not?\tA", "bad " * 300 + "\t" + "dull " * 300))
     finished = classify("--pairing", pairing, "--tasks", "para")
     assert finished.status == 0, finished.err
-    note = f"note: {path}: {cut_rows} of 8 rows are longer than 512 tokens and were cut."
+    note = f"note: {path}: {cut_rows} of 8 rows are longer than 512 tokens and were truncated."
     assert set(finished.err.splitlines()) == ({note} if cut_rows else set())
     assert (tmp_path / "predictions" / "para-dev-output.csv").read_text().count("\n") == 9
 
@@ -470,7 +536,7 @@ def test_an_output_directory_that_cannot_be_made_is_refused(flag: str, classify:
     file = tmp_path / "a file"
     file.write_text("kept")
     finished = classify(flag, file / "x")
-    assert_refused(finished, tmp_path, file / "x", "must be a directory that can be written to")
+    assert_refused(finished, tmp_path, file / "x", "must be a writable directory")
     assert file.read_text() == "kept"
 
 
@@ -479,8 +545,7 @@ def test_a_run_that_exists_is_refused_and_left_alone(classify: Classify, tmp_pat
     log.parent.mkdir(parents=True)
     log.write_text("kept")
     error = the_error(classify())
-    for part in (f"{log.parent}: the run exists already", "--resume", "Give another --name"):
-        assert part in error
+    assert f"{log.parent}: the run exists already. Choose another --name, resume it, or remove it." in error
     assert list((tmp_path / "runs").rglob("*.*")) == [log]
     assert log.read_text() == "kept"
     assert not list((tmp_path / "predictions").glob("*"))
@@ -491,7 +556,7 @@ def test_a_run_that_exists_is_refused_and_left_alone(classify: Classify, tmp_pat
 
 @pytest.fixture(scope="module")
 def intact(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path) -> Path:
-    """The folder of a finished run, never to be changed."""
+    """The folder of a finished run, which no test may change."""
     folder = tmp_path_factory.mktemp("intact")
     write_task_files(folder / "data")
     with pytest.MonkeyPatch.context() as patch:
@@ -502,7 +567,7 @@ def intact(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path) -> P
 
 @pytest.fixture
 def run(intact: Path, tmp_path: Path) -> Path:
-    """A copy of its run, in place of which this test may do what it likes."""
+    """A copy of the intact run, which the test may damage."""
     shutil.copytree(intact / "runs", tmp_path / "runs")
     facts = json.loads((tmp_path / "runs" / "r" / "args.json").read_text().replace(str(intact), str(tmp_path)))
     (tmp_path / "runs" / "r" / "args.json").write_text(json.dumps(facts))
@@ -553,10 +618,10 @@ def test_an_undamaged_copy_of_a_run_predicts_and_resumes(run: Path, classify: Cl
 
 
 WEIGHTS = {
-    cut: "model.safetensors: not a whole weights file",
-    garbled: "model.safetensors: not a whole weights file",
-    emptied: "model.safetensors: not a whole weights file",
-    Path.unlink: "model.safetensors: not a whole weights file",
+    cut: "model.safetensors: not a complete weights file",
+    garbled: "model.safetensors: not a complete weights file",
+    emptied: "model.safetensors: not a complete weights file",
+    Path.unlink: "must have model.safetensors, found none. Use a trained run, or a soup.",
     without_a_head: "model.safetensors: the weights do not fit this model. 1 missing: heads.sst.linear.bias.",
     of_another_shape: "1 mis-shaped: heads.sst.linear.bias (7,), not (5,). Build it with the flags of the run",
 }
@@ -591,7 +656,7 @@ def test_a_damaged_state_of_a_run_is_named(damage: Callable, run: Path, classify
     error = the_error(classify("--tasks", "sst", "--resume"))
     assert f"--resume: {run}" in error
     assert STATES[damage] in error
-    assert "Start anew with" in error
+    assert "Start again with another --name" in error
     assert (run / "model.safetensors").read_bytes() == weights
     assert not list((tmp_path / "predictions").glob("*"))
 
@@ -621,10 +686,32 @@ def test_a_directory_that_is_no_run_is_refused(flags: list[str], classify: Class
     assert not list((tmp_path / "empty" / "r").iterdir())
 
 
-def test_predict_only_with_the_flags_of_another_model_is_refused(run: Path, classify: Classify, tmp_path: Path):
-    error = the_error(classify("--predict_only", "--run", run, "--sst_head", "mlp", usual=False))
-    assert "the weights do not fit this model" in error
-    assert "Build it with the flags of the run that wrote them" in error
+@pytest.mark.parametrize(
+    ("flags", "before"),
+    [
+        ("--sst_head mlp", "linear"),
+        ("--sst_pooling mean", "pooler"),
+        ("--option finetune", "pretrain"),
+        ("--lr 1", "1e-05"),
+    ],
+)
+def test_predict_only_with_flags_that_the_training_decided_is_refused(
+    flags: str, before: str, run: Path, classify: Classify, tmp_path: Path
+):
+    error = the_error(classify("--predict_only", "--run", run, *flags.split(), usual=False))
+    flag = flags.split()[0]
+    assert error.startswith(f"error: {flag} ")
+    assert f"{run} was trained with {before}, which cannot be changed afterwards. Leave out {flag}." in error
+    assert not (tmp_path / "predictions").exists()
+
+
+@pytest.mark.parametrize("flags", ["--eval_batch_size 3", "--precision bf16", "--attention written", "--strict_data"])
+def test_predict_only_takes_flags_that_matter_when_predicting(
+    flags: str, run: Path, classify: Classify, tmp_path: Path
+):
+    finished = classify("--predict_only", "--run", run, *flags.split(), usual=False)
+    assert finished.status == 0, finished.err
+    assert len(list((tmp_path / "predictions").iterdir())) == 2
 
 
 def test_an_interrupt_ends_in_one_line(classify: Classify, monkeypatch: pytest.MonkeyPatch):
@@ -641,9 +728,9 @@ def test_an_interrupt_ends_in_one_line(classify: Classify, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("flags", "part"),
     [
-        (["--option", "finetune", "--combiner", "pcgrad", "--sampler", "uniform"], "--combiner pcgrad needs at least"),
+        (["--option", "finetune", "--sampler", "uniform", "--combiner", "pcgrad"], "--combiner pcgrad needs at least"),
         (["--tasks", "sst"], "the run exists already"),
-        (["--predict_only", "--run", "RUN"], "not a whole weights file"),
+        (["--predict_only", "--run", "RUN"], "not a complete weights file"),
     ],
 )
 def test_a_user_sees_one_line_and_status_2(

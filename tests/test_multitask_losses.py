@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import losses
-import multitask_classifier
+import model as multitask_model
+import multitask_flags
 import smart
-from datasets import PAIRINGS, Examples, Ragged, Split
+from datasets import PAIRINGS, SINGLE, Examples, Ragged, Split
 from evaluation import read_logits, write_logits
 from multitask_classifier import MultitaskBERT, get_args
 from tasks import PARA, SST, STS, TASKS, Batch, Predictions
@@ -26,6 +27,7 @@ from utils import InputError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+TEACHER = {name: ["--teacher", "runs/teacher"] if name == "distill" else [] for name in losses.LOSSES}
 FIRST = ["Is it good?", "Who wrote the very long book about whales?", "Why?", "Is it good?", "a b c d", "How far?"]
 SECOND = ["Is it any good?", "Who is the author?", "Why not, after all?", "It is bad.", "e f g", "Is it good?"]
 
@@ -38,7 +40,7 @@ def tokenizer(tiny_checkpoint: Path) -> BertTokenizer:
 @pytest.fixture(scope="module")
 def build(tiny_checkpoint: Path) -> Callable[..., MultitaskBERT]:
     def build(p: float = 0.0, **flags: object) -> MultitaskBERT:
-        """In training mode, with dropout p everywhere."""
+        """Build a model in training mode, with dropout p everywhere."""
         torch.manual_seed(1)
         given = {"model": str(tiny_checkpoint), "option": "finetune", "hidden_dropout_prob": p, "pooling": "mean"}
         model = MultitaskBERT(SimpleNamespace(**given | flags))
@@ -54,16 +56,16 @@ def build(tiny_checkpoint: Path) -> Callable[..., MultitaskBERT]:
 
 
 def batch_of(tokenizer: BertTokenizer, task: str = "para", repeat: int = 1) -> Batch:
-    texts = (FIRST * repeat, SECOND * repeat)[: len(TASKS[task].text_columns)]
+    texts = (FIRST * repeat, SECOND * repeat)[: 1 + TASKS[task].is_pair]
     labels = {"sst": [0, 1, 2, 3, 4, 0], "para": [1, 1, 0, 0, 1, 1], "sts": [4.5, 4.0, 3.0, 0.0, 5.0, 2.0]}[task]
     ids = [str(i) for i in range(6 * repeat)]
-    pairing = PAIRINGS["bi"] if len(texts) == 2 else multitask_classifier.SINGLE
+    pairing = PAIRINGS["bi"] if len(texts) == 2 else SINGLE
     split = Split.tokenize(Examples(TASKS[task], ids, texts, labels * repeat), tokenizer, pairing)
-    return split.batch(torch.arange(6 * repeat))
+    return split.with_text_hashes().batch(torch.arange(6 * repeat))
 
 
 def gradients(model: MultitaskBERT, batch: Batch, spec: str, *flags: str, **options: Any) -> dict[str, Tensor]:
-    """Of the loss and, if one is given, of the regularizer."""
+    """The gradients of the loss, plus the regularizer if one is given."""
     args = get_args(["--option", "finetune", f"--{batch.task}_loss", spec, *flags])
     model.zero_grad()
     output = model.predict(batch)
@@ -74,7 +76,7 @@ def gradients(model: MultitaskBERT, batch: Batch, spec: str, *flags: str, **opti
 
 
 def close(one: dict[str, Tensor], other: dict[str, Tensor], tolerance: float = 1e-5) -> None:
-    """Up to float32's rounding: weights beside which a gradient is nothing are measured by the largest."""
+    """Assert equality up to float32's rounding, relative to the largest gradient of all parameters."""
     assert one.keys() == other.keys()
     scale = max(g.abs().max().item() for g in one.values())
     assert scale > 0
@@ -82,27 +84,42 @@ def close(one: dict[str, Tensor], other: dict[str, Tensor], tolerance: float = 1
         torch.testing.assert_close(one[name], other[name], rtol=1e-4, atol=tolerance * scale, msg=name)
 
 
-# --- the numbers of texts ---------------------------------------------------------------------------------------------
+# --- the hashes of texts ----------------------------------------------------------------------------------------------
 
 
-def test_a_batch_numbers_its_texts_by_their_tokens_in_whichever_column(tokenizer: BertTokenizer) -> None:
-    first, second = (column.tolist() for column in batch_of(tokenizer).texts)
+def test_a_batch_hashes_its_texts_by_their_tokens_in_whichever_column(tokenizer: BertTokenizer) -> None:
+    first, second = (column.tolist() for column in batch_of(tokenizer).text_hashes)
     assert first[0] == first[3] == second[5]
     assert len({*first, *second}) == 10
 
 
-def test_the_numbers_follow_the_rows_that_are_chosen(tokenizer: BertTokenizer) -> None:
+def test_the_hashes_follow_the_rows_that_are_chosen(tokenizer: BertTokenizer) -> None:
     ragged = Ragged.tokenize(tokenizer, FIRST)
-    everything = ragged.numbers(torch.arange(6))
-    assert torch.equal(ragged.numbers(torch.tensor([4, 1])), everything[[4, 1]])
-    assert torch.equal(ragged.select(torch.tensor([5, 2, 0])).numbers(torch.tensor([2, 0])), everything[[0, 5]])
+    everything = ragged.hashes(torch.arange(6))
+    assert torch.equal(ragged.hashes(torch.tensor([4, 1])), everything[[4, 1]])
+    assert torch.equal(ragged.select(torch.tensor([5, 2, 0])).hashes(torch.tensor([2, 0])), everything[[0, 5]])
 
 
-def test_kept_vectors_of_a_frozen_encoder_have_their_texts_numbers_too(tokenizer: BertTokenizer) -> None:
-    split = Split.tokenize(Examples(PARA, list("abcdef"), (FIRST, SECOND), [0, 1] * 3), tokenizer, PAIRINGS["bi"])
-    kept = split.with_vectors((torch.randn(6, 4), torch.randn(6, 4))).batch(torch.tensor([3, 0]))
-    assert kept.sentences == ()
-    assert kept.texts[0][0] == kept.texts[0][1]
+def pairs_of(tokenizer: BertTokenizer) -> Split:
+    return Split.tokenize(Examples(PARA, list("abcdef"), (FIRST, SECOND), [0, 1] * 3), tokenizer, PAIRINGS["bi"])
+
+
+def test_stored_vectors_of_a_frozen_encoder_have_their_texts_hashes_too(tokenizer: BertTokenizer) -> None:
+    split = pairs_of(tokenizer).with_text_hashes()
+    stored = split.with_vectors((torch.randn(6, 4), torch.randn(6, 4))).batch(torch.tensor([3, 0]))
+    assert stored.sentences == ()
+    assert stored.text_hashes[0][0] == stored.text_hashes[0][1]
+
+
+def test_texts_are_hashed_only_for_a_loss_that_compares_rows(tokenizer: BertTokenizer) -> None:
+    split = pairs_of(tokenizer)
+    assert split.batch(torch.arange(2)).text_hashes == ()
+    for name, loss in losses.LOSSES.items():
+        if not isinstance(PARA.predicts, loss.fits):
+            continue
+        args = get_args(["--option", "finetune", "--para_loss", name, "--para_head", "cosine_affine", *TEACHER[name]])
+        hashed = multitask_flags.training_rows(split, args).batch(torch.arange(2)).text_hashes
+        assert len(hashed) == (2 if loss.compares_rows else 0), name
 
 
 # --- encoding in chunks -----------------------------------------------------------------------------------------------
@@ -124,9 +141,10 @@ def test_gradients_by_chunks_are_those_of_one_pass(
 def test_the_mean_over_small_batches_is_something_else(
     build: Callable[..., MultitaskBERT], tokenizer: BertTokenizer
 ) -> None:
-    """Why --accumulate will not do: the negatives of the other batches are missing."""
+    """--accumulate is no substitute: each small batch lacks the negatives of the others."""
     batch = batch_of(tokenizer)
-    split = Split.tokenize(Examples(PARA, batch.ids, (FIRST, SECOND), batch.labels.tolist()), tokenizer, PAIRINGS["bi"])
+    examples = Examples(PARA, batch.ids, (FIRST, SECOND), batch.labels.tolist())
+    split = Split.tokenize(examples, tokenizer, PAIRINGS["bi"]).with_text_hashes()
     whole = gradients(build(), batch, "bce+mnrl")
     halves = [gradients(build(), split.batch(torch.arange(3) + start), "bce+mnrl") for start in (0, 3)]
     with pytest.raises(AssertionError):
@@ -144,7 +162,7 @@ def test_chunks_draw_the_same_dropout_masks_again(
         return gradients(model, batch, "bce+mnrl+simcse")
 
     recomputed = found()
-    monkeypatch.setattr(multitask_classifier, "checkpoint", lambda f, *inputs, use_reentrant: f(*inputs))
+    monkeypatch.setattr(multitask_model, "checkpoint", lambda f, *inputs, use_reentrant: f(*inputs))
     close(found(), recomputed, 1e-7)
 
 
@@ -174,7 +192,7 @@ def test_smarts_passes_share_the_clean_passs_dropout_masks_in_chunks(
 
 
 class LiveBytes(TorchDispatchMode):
-    """The largest sum of the sizes of all tensors that lived at once, of those made within."""
+    """Record the peak of the total size of all live tensors that were created within the context."""
 
     def __init__(self):
         super().__init__()
@@ -206,7 +224,7 @@ def test_the_peak_of_memory_falls_with_the_chunks(
     peaks = {}
     for rows in (None, 240, 40):
         model = build(chunk_rows=rows)
-        gradients(model, batch, "bce+mnrl")  # .grad is there already, and the kernels are compiled
+        gradients(model, batch, "bce+mnrl")  # afterwards .grad exists and the kernels are compiled
         model.bert.word_embedding.requires_grad_(False)
         with LiveBytes() as memory:
             gradients(model, batch, "bce+mnrl")
@@ -236,7 +254,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path) -> Fi
 
 @pytest.fixture(scope="module")
 def taught(plain: Finished) -> Finished:
-    """The same run once it has predicted its training rows too."""
+    """The same run after it has also predicted its training rows."""
     run_multitask(plain.folder, plain.folder, "--predict_only", "--predict_train", "--run", plain.run)
     return plain
 
@@ -250,7 +268,7 @@ def test_a_further_loss_leads_to_other_weights(
     assert all(np.isfinite(list(epoch["losses"].values())).all() for epoch in done.log())
 
 
-DEFAULTS = {name: losses.DEFAULT_LOSSES[task.kind] for name, task in TASKS.items()}
+DEFAULTS = {name: task.predicts.default_loss for name, task in TASKS.items()}
 
 
 def test_every_new_loss_is_among_those_that_were_tried() -> None:
@@ -271,7 +289,9 @@ def test_a_loss_on_vectors_trains_alone_below_a_head_of_cosines_that_stays_as_it
         assert torch.equal(weights[f"heads.{name}"], value)
 
 
-def test_paper_002s_ranking_trains_the_head_on_a_frozen_encoder(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_the_ranking_of_the_heads_own_scores_trains_the_head_on_a_frozen_encoder(
+    tiny_checkpoint: Path, tmp_path: Path
+) -> None:
     flags = ["--tasks", "para", "--para_loss", "mnrl_head", "--epochs", 1]
     learned, still = (
         run_multitask(tmp_path / lr, tiny_checkpoint, *flags, "--lr", lr).weights()["heads.para.linear.weight"]
@@ -283,7 +303,7 @@ def test_paper_002s_ranking_trains_the_head_on_a_frozen_encoder(tiny_checkpoint:
 def test_of_a_linear_head_the_ranking_trains_the_second_sentences_part_alone(
     build: Callable[..., MultitaskBERT], tokenizer: BertTokenizer
 ) -> None:
-    """w.x + b is the same for all candidates of x: why paper 002's figure is the share of the larger class."""
+    """w.x + b is the same for all candidates of x. So Tlemcani & Sohn's score is just the larger class's share."""
     found = gradients(build(), batch_of(tokenizer), "mnrl_head")
     first, second = found["heads.para.linear.weight"].abs().split(32, dim=1)
     assert max(first.max(), found["heads.para.linear.bias"].abs().max()) < 1e-5 * second.max()
@@ -293,7 +313,7 @@ def test_chunks_train_and_predict_from_the_command_line(tiny_checkpoint: Path, t
     flags = [*TUNED, "--tasks", "para", "--para_loss", "bce+mnrl:0.2", "--chunk_rows", 3]
     done = run_multitask(tmp_path, tiny_checkpoint, *flags)
     training = [rows for rows, is_training in done.encoded if is_training]
-    assert set(training) == {2, 3}  # 8 sentences: 3, 3, 2, and all of it once more going back
+    assert set(training) == {2, 3}  # 8 sentences: 3, 3, 2, and again in the backward pass
     assert len(training) == 2 * 3 * 2
     assert {rows for rows, is_training in done.encoded if not is_training} == {6, 10}
 
@@ -303,9 +323,9 @@ def test_chunks_train_and_predict_from_the_command_line(tiny_checkpoint: Path, t
 
 def test_predict_train_writes_the_logits_of_every_training_row(taught: Finished) -> None:
     for name in ("sst", "para", "sts"):
-        ids, logits = read_logits(taught.run / f"{name}-train.npz", TASKS[name], labeled=True)[:2]
+        ids, logits = read_logits(taught.run / f"{name}-train.npz", TASKS[name], "Again.", labeled=True)[:2]
         assert ids == [f"train{i:020d}" for i in range(8)]
-        assert logits.shape == (8, TASKS[name].num_outputs)
+        assert logits.shape == (8, TASKS[name].predicts.num_logits)
         with np.load(taught.run / f"{name}-train.npz") as found:
             assert len(found["labels"]) == 8
 
@@ -320,7 +340,8 @@ def test_predict_train_scores_all_rows_as_dev_is_scored_whatever_was_trained_on(
         (tmp_path / "data" / f"sts-{split}.csv").write_text(text)
     run_multitask(tmp_path, tiny_checkpoint, "--predict_only", "--predict_train", "--run", done.run)
     (ids, train), (_, dev) = (
-        read_logits(done.run / f"sts-{split}.npz", TASKS["sts"], labeled=True)[:2] for split in ("train", "dev")
+        read_logits(done.run / f"sts-{split}.npz", TASKS["sts"], "Again.", labeled=True)[:2]
+        for split in ("train", "dev")
     )
     assert len(ids) == 8
     np.testing.assert_allclose(train, dev, rtol=1e-5)
@@ -332,7 +353,7 @@ def test_predict_train_follows_other_data(taught: Finished, tmp_path: Path) -> N
     try:
         flags = ["--data", tmp_path / "data", "--predictions", tmp_path / "predictions", "--run", taught.run]
         run_multitask(taught.folder, taught.folder, "--predict_only", "--predict_train", *flags)
-        assert len(read_logits(taught.run / "sst-train.npz", TASKS["sst"], labeled=True).ids) == 5
+        assert len(read_logits(taught.run / "sst-train.npz", TASKS["sst"], "Again.", labeled=True).ids) == 5
     finally:
         for name, content in before.items():
             (taught.run / name).write_bytes(content)
@@ -342,11 +363,11 @@ def test_predict_train_follows_other_data(taught: Finished, tmp_path: Path) -> N
 def test_a_student_comes_close_to_its_teacher(
     task: str, option: list[Any], tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
-    """Whatever the labels say: the teacher here says something that no label does."""
+    """The labels do not matter: this teacher predicts something that no label says."""
     rng = np.random.default_rng(1)
-    C = TASKS[task].num_outputs
+    C = TASKS[task].predicts.num_logits
     wanted = np.tile(rng.normal(size=C), (8, 1)).astype(np.float32) + 1
-    ids = [f"train{i:020d}" for i in (*range(7, -1, -1), 99)]  # in another order, and a row too many
+    ids = [f"train{i:020d}" for i in (*range(7, -1, -1), 99)]  # in another order, and with one row too many
     logits = np.concatenate([wanted[::-1], np.full((1, C), 50, dtype=np.float32)])
     write_logits(tmp_path / f"{task}-train.npz", Predictions(ids, logits, np.zeros(9), None))
     flags = ["--tasks", task, f"--{task}_loss", "distill", "--teacher", tmp_path, "--hidden_dropout_prob", 0]
@@ -361,7 +382,7 @@ def test_the_teachers_logits_stay_with_their_rows(tokenizer: BertTokenizer, tmp_
     known = dict(zip("xfbdaec", range(7), strict=True))
     logits = np.array([[value] for value in known.values()], dtype=np.float64)
     write_logits(tmp_path / "t.npz", Predictions(list(known), logits, np.zeros(7), None))
-    taught = multitask_classifier.with_teacher(split, tmp_path / "t.npz")
+    taught = multitask_flags.with_teacher(split, tmp_path / "t.npz")
     assert taught.teacher.dtype == torch.float32
     for part, rows in ((taught, [4, 0]), (taught.select(torch.tensor([5, 4, 0])), [1, 2])):
         batch = part.batch(torch.tensor(rows)).to(torch.device("cpu"))
@@ -378,9 +399,9 @@ def test_a_run_goes_on_only_with_the_teacher_it_started_with(
     flags = ["--tasks", "sst", "--sst_loss", "ce+distill", "--teacher", tmp_path / "teacher"]
     run_multitask(tmp_path, tiny_checkpoint, *flags, "--epochs", 1)
     run_multitask(tmp_path, tiny_checkpoint, *flags, "--epochs", 1, "--resume")
-    ids, logits = read_logits(teacher, TASKS["sst"], labeled=False)[:2]
+    ids, logits = read_logits(teacher, TASKS["sst"], "Again.", labeled=False)[:2]
     write_logits(teacher, Predictions(ids, logits + 1, np.zeros(8), None))
-    with pytest.raises(InputError, match=r"sst-train\.npz changed since it was started"):
+    with pytest.raises(InputError, match=r"sst-train\.npz changed since the run was started"):
         run_multitask(tmp_path, tiny_checkpoint, *flags, "--epochs", 1, "--resume")
 
 

@@ -15,17 +15,21 @@ import optimizer
 from bert import BertModel
 from classifier import BertSentimentClassifier
 from config import BertConfig
+from flags import ArgumentParser
 from optimizer import (
     AVERAGERS,
     OPTIMIZERS,
     SCHEDULES,
     AdamW,
+    ExponentialAverage,
     NoAverage,
+    StochasticWeightAverage,
     build_averager,
     build_optimizer,
     build_schedule,
     parameter_groups,
 )
+from utils import InputError
 
 ROUTES = {"one pass": kernels.runs_here, "multi-tensor": lambda *tensors: False}
 
@@ -46,7 +50,7 @@ def random_gradients(shape: tuple[int, ...], steps: int) -> list[np.ndarray]:
 @pytest.mark.parametrize("correct_bias", [True, False])
 @pytest.mark.parametrize("weight_decay", [0.0, 1e-4, 0.3])
 def test_adamw_follows_the_handouts_pseudo_code(route: str, weight_decay: float, correct_bias: bool) -> None:
-    """TRAPS 11: eps outside the correction, decay after the update with the new weights."""
+    """eps is outside the bias correction, and decay follows the update, on the new weights (docs/PITFALLS.md, 11)."""
     start = np.random.default_rng(0).normal(size=(17, 5))
     gradients = random_gradients(start.shape, 30)
     expected = adamw(start, [lambda _, g=g: g for g in gradients], 1e-2, weight_decay, correct_bias)
@@ -115,7 +119,7 @@ def test_a_saved_state_resumes_on_the_same_path(route: str, tmp_path) -> None:
     steps(first, q, range(5))
     torch.save(first.state_dict(), tmp_path / "state.pt")
     second = AdamW([q], lr=1.0)
-    second.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))  # TRAPS 10: tensors and plain values
+    second.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))  # docs/PITFALLS.md, 10
     steps(second, q, range(5, 10))
     assert torch.equal(p, q)
 
@@ -214,10 +218,8 @@ def test_weight_decay_reaches_biases_and_layer_norm_unless_it_is_for_matrices_on
     ],
 )
 def test_every_flag_of_the_optimizer_reaches_its_groups(flags: str, matrix, bias, lowest, head) -> None:
-    parser = argparse.ArgumentParser()
-    optimizer.add_arguments(parser)
     model = small_model()
-    groups = build_optimizer(parser.parse_args(["--lr", "0.01", *flags.split()]), model).param_groups
+    groups = built(model, f"--lr 0.01 {flags}").param_groups
     layers = model.bert.bert_layers
     parameters = layers[2].out_dense.weight, layers[2].out_dense.bias, layers[0].out_dense.weight, model.linear.weight
     for parameter, expected in zip(parameters, (matrix, bias, lowest, head), strict=True):
@@ -227,14 +229,48 @@ def test_every_flag_of_the_optimizer_reaches_its_groups(flags: str, matrix, bias
 # --- every entry of OPTIMIZERS ----------------------------------------------------------------------------------------
 
 
+def parser(lr: float | None = None) -> ArgumentParser:
+    new = ArgumentParser("optimizer.py", "")
+    optimizer.add_arguments(new, lr)
+    return new
+
+
 def built(model: torch.nn.Module, flags: str) -> torch.optim.Optimizer:
-    parser = argparse.ArgumentParser()
-    optimizer.add_arguments(parser)
-    return build_optimizer(parser.parse_args(flags.split()), model)
+    return build_optimizer(parser().parse(flags.split()), model)
 
 
 def test_the_handouts_adamw_is_the_default() -> None:
     assert type(built(small_model(), "--lr 0.1")) is AdamW
+
+
+@pytest.mark.parametrize("lr", [1e-5, 0.3, None])
+def test_the_script_says_what_the_default_learning_rate_is(lr: float | None) -> None:
+    assert parser(lr).parse([]).lr == lr
+    assert parser(lr).parse(["--lr", "0.2"]).lr == 0.2
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--decay_matrices_only", "--decay_matrices_only needs --weight_decay. Set it, or leave out"),
+        ("--ema_decay 0.5", "--ema_decay 0.5 needs --averager ema. Set it, or leave out --ema_decay."),
+        ("--averager swa --ema_decay 0.5", "--ema_decay 0.5 needs --averager ema."),
+        ("--averager ema --average_start 0.1", "--average_start 0.1 needs --averager swa."),
+        ("--lr 0", "--lr: must be above 0 and at most 1, found '0'. See optimizer.py --help."),
+        ("--warmup 1.5", "--warmup: must be at least 0 and at most 1, found '1.5'. See optimizer.py --help."),
+        ("--optimizer adam", "--optimizer must be one of ad"),
+    ],
+)
+def test_a_flag_that_is_out_of_range_or_has_no_effect_is_refused(flags: str, message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        parser().parse(flags.split())
+    assert str(caught.value).startswith(message)
+
+
+def test_decay_for_matrices_only_can_be_switched_off_again() -> None:
+    given = ["--weight_decay", "0.1", "--decay_matrices_only"]
+    assert parser().parse(given).decay_matrices_only is True
+    assert parser().parse([*given, "--no-decay_matrices_only"]).decay_matrices_only is False
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -424,10 +460,44 @@ EPOCHS, STEPS = 4, 3
 
 
 def average_flags(name: str, **given: object) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    optimizer.add_arguments(parser)
-    args = parser.parse_args(["--averager", name, *(f"--{k}={v}" for k, v in given.items())])
+    args = parser().parse(["--averager", name, *(f"--{k}={v}" for k, v in given.items())])
     return argparse.Namespace(**vars(args), epochs=EPOCHS)
+
+
+def test_an_averager_is_built_with_the_values_of_its_flags() -> None:
+    model = two_layers()
+    assert type(build_averager(average_flags("none"), model)) is NoAverage
+    ema, swa = (build_averager(average_flags(name), model) for name in ("ema", "swa"))
+    assert (type(ema), ema.decay) == (ExponentialAverage, 0.999)
+    assert (type(swa), swa.first) == (StochasticWeightAverage, 2)
+    assert build_averager(average_flags("ema", ema_decay=0.7), model).decay == 0.7
+    assert build_averager(average_flags("swa", average_start=0.75), model).first == 3
+
+
+@pytest.mark.parametrize("name", ["ema", "swa"])
+def test_an_averager_takes_plain_values(name: str) -> None:
+    model, other = two_layers(), two_layers()
+    plain = ExponentialAverage(model, 0.6) if name == "ema" else StochasticWeightAverage(model, 0.3, EPOCHS)
+    given = {"ema_decay": 0.6} if name == "ema" else {"average_start": 0.3}
+    by_flags = build_averager(average_flags(name, **given), other)
+    wander(model, plain)
+    wander(other, by_flags)
+    assert np.array_equal(averaged(plain, model), averaged(by_flags, other))
+
+
+def test_a_share_of_the_weights_is_included_in_the_average() -> None:
+    """average <- average + share(n) (weights - average), at the n-th call."""
+    model = two_layers()
+    averager = ExponentialAverage(model, 0.5)
+    start = model[1].weight.detach().double().numpy().copy()
+    with torch.no_grad():
+        model[1].weight.add_(1.0)
+    counts = []
+    averager.include(model, lambda n: counts.append(n) or 0.25)
+    averager.include(model, lambda n: counts.append(n) or 0.5)
+    assert counts == [1, 2]
+    np.testing.assert_allclose(averager.weights["1.weight"].numpy(), start + 0.25 + 0.5 * 0.75, atol=1e-6)
+    assert averager.weights.keys() == {"1.weight", "1.bias"}, "frozen parameters are not averaged"
 
 
 def two_layers() -> torch.nn.Sequential:
@@ -540,7 +610,7 @@ def test_a_saved_average_resumes_on_the_same_path(name: str, tmp_path) -> None:
     wander(model, first, range(3))
     torch.save(first.state_dict(), tmp_path / "state.pt")
     second = build_averager(average_flags(name), model)
-    second.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))  # TRAPS 10
+    second.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))  # docs/PITFALLS.md, 10
     wander(model, second, range(3, EPOCHS))
     assert np.array_equal(averaged(second, model), expected)
 

@@ -1,4 +1,4 @@
-"""The submission: complete and valid, or every problem in a line of its own and no zip."""
+"""A submission is complete and valid, or every problem is reported on a line of its own and no zip is written."""
 
 import shutil
 import sys
@@ -21,7 +21,7 @@ NAME = "cs224n_default_final_project_submission.zip"
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory, with data/ and predictions/ complete."""
+    """The working directory, with complete data/ and predictions/."""
     write_data(tmp_path / "data")
     write_guesses(tmp_path / "predictions")
     monkeypatch.chdir(tmp_path)
@@ -34,11 +34,11 @@ def prepare(monkeypatch: pytest.MonkeyPatch, *flags: object) -> None:
 
 
 def refuse(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, *flags: object) -> list[str]:
-    """The problems that a run lists before it exits with status 2."""
-    with pytest.raises(SystemExit) as left:
+    """Return the problems that a run reports before it exits with status 2."""
+    with pytest.raises(SystemExit) as exit_info:
         prepare(monkeypatch, *flags)
     out, err = capsys.readouterr()
-    assert (left.value.code, out) == (2, "")
+    assert (exit_info.value.code, out) == (2, "")
     lines = err.splitlines()
     assert all(line.startswith("error: ") for line in lines)
     return [line.removeprefix("error: ") for line in lines]
@@ -46,11 +46,11 @@ def refuse(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, *flag
 
 def code_of_the_project() -> set[str]:
     recipes = {f"recipes/{path.relative_to(ROOT / 'recipes').as_posix()}" for path in (ROOT / "recipes").rglob("*.txt")}
-    tops = {path.name for path in ROOT.iterdir() if path.suffix == ".py" or path.name.startswith("requirements")}
-    return recipes | {name for name in tops if name[0] != "."} | {"README.md", "setup.sh"}
+    top = {path.name for path in ROOT.iterdir() if path.suffix == ".py" or path.name.startswith("requirements")}
+    return recipes | {name for name in top if name[0] != "."} | {"README.md", "setup.sh"}
 
 
-# --- complete ---------------------------------------------------------------------------------------------------------
+# --- complete submissions ---------------------------------------------------------------------------------------------
 
 
 def test_a_complete_submission_is_packed_with_all_code_and_its_scores_are_printed(here: Path):
@@ -73,7 +73,7 @@ def test_a_complete_submission_is_packed_with_all_code_and_its_scores_are_printe
     assert [path.name for path in output.parent.iterdir()] == [NAME], "no temporary file is left"
 
 
-def test_by_default_the_zip_is_the_handouts_in_the_working_directory(here: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_default_output_has_the_handouts_name_in_the_working_directory(here: Path, monkeypatch: pytest.MonkeyPatch):
     prepare(monkeypatch)
     assert zipfile.is_zipfile(here / NAME)
 
@@ -117,11 +117,11 @@ def test_files_that_are_not_checked_are_left_out_and_named(
         assert not {"predictions/notes.csv", "predictions/cfimdb-dev-output.csv"} & set(archive.namelist())
 
 
-def test_the_suites_own_sample_data_can_be_checked_against(
+def test_predictions_can_be_checked_against_the_sample_data(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ):
     problems = refuse(monkeypatch, capsys, "--data", ROOT / "data" / "sample")
-    assert len(problems) == 2 * 14, "150 missing and 6 unknown each"
+    assert len(problems) == 2 * 14, "for each file 150 missing ids and 6 unknown ones"
     assert all("150 missing" in p for p in problems[::2])
     assert all("6 unknown" in p for p in problems[1::2])
 
@@ -154,13 +154,13 @@ SST_TEST, PARA_TEST = "predictions/sst-test-output.csv", "predictions/para-test-
 STS_DEV, CFIMDB = "predictions/sts-dev-output.csv", "predictions/pretrain-cfimdb-test-out.csv"
 IDS = "must have every id of"
 DEFECTS: dict[str, tuple[Callable[[Path], None], list[str]]] = {
-    "part 1's file is absent": (
+    "a file of part 1 is missing": (
         remove(CFIMDB),
-        [f"{CFIMDB}: must be there for Part 1, found no such file. Run classifier.py with --option pretrain and"],
+        [f"{CFIMDB}: Part 1 needs this file, but it does not exist. Run classifier.py with --option pretrain and"],
     ),
-    "part 2's file is absent": (
+    "a file of part 2 is missing": (
         remove(SST_TEST),
-        [f"{SST_TEST}: must be there for Part 2, found no such file. Run multitask_classifier.py."],
+        [f"{SST_TEST}: Part 2 needs this file, but it does not exist. Run multitask_classifier.py."],
     ),
     "a directory": (as_directory(STS_DEV), [f"{STS_DEV}: cannot be read as a prediction file; Is a directory."]),
     "empty": (
@@ -180,9 +180,9 @@ DEFECTS: dict[str, tuple[Callable[[Path], None], list[str]]] = {
         edit(SST_TEST, "sst-test-0 , 0 \n", "sst-test-0 , 0 \nx , 0 \n"),
         [f"{SST_TEST}: {IDS} data/ids-sst-test-student.csv exactly once and no other; 1 unknown, such as x."],
     ),
-    "an id is there twice": (
+    "an id occurs twice": (
         edit(SST_TEST, "sst-test-1 , 1 \n", "sst-test-1 , 1 \nsst-test-1 , 1 \n"),
-        [f"{SST_TEST} line 4: ids must be unique, 'sst-test-1' stands in line 3 too."],
+        [f"{SST_TEST} line 4: ids must be unique, 'sst-test-1' is in line 3 too."],
     ),
     "sst range": (
         edit(SST_TEST, "0 , 0 ", "0 , 5 "),
@@ -197,7 +197,7 @@ DEFECTS: dict[str, tuple[Callable[[Path], None], list[str]]] = {
         [f"{PARA_TEST} line 2: the prediction must be 0 or 1, found '0.5'."],
     ),
     "sts number": (edit(STS_DEV, "5.25", "nan"), [f"{STS_DEV} line 6: must be 'id , number '", f"{STS_DEV}: {IDS}"]),
-    "data of two files is absent": (
+    "the data of two files is missing": (
         remove("data/ids-cfimdb-dev.csv"),
         ["data/ids-cfimdb-dev.csv: cannot be read; No such file or directory."],
     ),
@@ -221,20 +221,20 @@ def test_a_defect_is_listed_and_nothing_is_written(
     before = sorted(here.rglob("*"))
     problems = refuse(monkeypatch, capsys)
     assert len(problems) == len(expected), problems
-    assert all(found.startswith(start) for found, start in zip(problems, expected, strict=True)), problems
+    assert all(problem.startswith(start) for problem, start in zip(problems, expected, strict=True)), problems
     assert sorted(here.rglob("*")) == before
     assert (here / NAME).read_bytes() == b"an earlier one"
 
 
 def test_all_defects_are_listed_together_with_status_2_and_no_zip_is_left(here: Path):
-    for name in ("part 2's file is absent", "header", "cfimdb range", "data of two files is absent"):
+    for name in ("a file of part 2 is missing", "header", "cfimdb range", "the data of two files is missing"):
         DEFECTS[name][0](here)
     done = run_script(
         "prepare_submit.py", "--data", here / "data", "--predictions", here / "predictions", "--output", here / NAME
     )
     assert (done.returncode, done.stdout) == (2, "")
     lines = [line.removeprefix("error: ").removeprefix(f"{here}/") for line in done.stderr.splitlines()]
-    starts = ["data/ids-cfimdb-dev.csv: ", f"{CFIMDB} line 2: ", f"{SST_TEST}: must be there", f"{STS_DEV} line 1: "]
+    starts = ["data/ids-cfimdb-dev.csv: ", f"{CFIMDB} line 2: ", f"{SST_TEST}: Part 2 needs", f"{STS_DEV} line 1: "]
     assert len(lines) == len(starts), done.stderr
     assert all(line.startswith(start) for line, start in zip(lines, starts, strict=True)), done.stderr
     assert not (here / NAME).exists()
@@ -246,21 +246,21 @@ def test_a_defect_of_the_other_part_does_not_count(here: Path, monkeypatch: pyte
     assert zipfile.is_zipfile(here / NAME)
 
 
-def test_wrong_directories_and_a_wrong_output_are_one_line_each(
+def test_wrong_directories_and_a_wrong_output_are_reported_on_one_line_each(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ):
     assert refuse(monkeypatch, capsys, "--data", "d", "--predictions", "p", "--output", "bert.py") == [
-        "--data d: must be a directory, found none. Check the name.",
-        "--predictions p: must be a directory, found none. Check the name.",
-        "--output bert.py: must be a file that ends in .zip, found the ending '.py'. Choose another.",
+        "--data d: must be a directory, found none. Check the path.",
+        "--predictions p: must be a directory, found none. Check the path.",
+        "--output bert.py: must be a file that ends in .zip, found the suffix '.py'. Choose another.",
     ]
     (here / NAME).mkdir()
     (problem,) = refuse(monkeypatch, capsys)
     assert problem == f"--output {NAME}: must be a file that ends in .zip, found a directory. Choose another."
 
 
-def test_a_place_that_cannot_be_written_to_is_one_line(here: Path, monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(InputError, match=r"the directory of --output data/sts-dev\.csv: must be a directory that can"):
+def test_an_output_that_cannot_be_written_is_reported_on_one_line(here: Path, monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(InputError, match=r"the directory of --output data/sts-dev\.csv: must be a writable directory"):
         prepare(monkeypatch, "--output", "data/sts-dev.csv/x.zip")
 
 
@@ -282,7 +282,7 @@ def test_a_failure_while_packing_leaves_the_earlier_zip(here: Path, monkeypatch:
     assert sorted(path.name for path in here.iterdir()) == [NAME, "data", "predictions"]
 
 
-def test_the_code_that_part_1_asks_for_must_be_there(
+def test_the_code_that_part_1_requires_must_exist(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ):
     (here / "project").mkdir()
@@ -290,7 +290,7 @@ def test_the_code_that_part_1_asks_for_must_be_there(
         (here / "project" / name).write_text("")
     monkeypatch.setattr(prepare_submit, "ROOT", here / "project")
     (problem,) = refuse(monkeypatch, capsys, "--part", "1")
-    assert problem == f"{here}/project/classifier.py: must be there for Part 1, found no such file. Restore it."
+    assert problem == f"{here}/project/classifier.py: Part 1 needs this file, but it does not exist. Restore it."
     prepare(monkeypatch, "--part", "2")
     with zipfile.ZipFile(here / NAME) as archive:
         assert [name for name in archive.namelist() if "/" not in name] == ["bert.py", "optimizer.py"]

@@ -16,13 +16,12 @@ from safetensors.torch import load_file, save_file
 from torch import Generator, Tensor
 
 import pretrain
-from base_bert import usual_state
+from base_bert import checkpoint_state
 from bert import BertModel
 from config import BertConfig
-from heads import POOLERS
-from pretrain import (
+from corpus import (
+    HELD_OUT_SEED,
     IGNORED,
-    OBJECTIVES,
     Corpus,
     MaskedSentences,
     Masking,
@@ -30,18 +29,21 @@ from pretrain import (
     Pair,
     PairCorpus,
     PositivePairs,
-    PretrainingBERT,
     SentencesTwice,
+    at_most,
     hold_out,
-    measure,
-    read_nli,
+    read_nli_pairs,
+    read_paraphrases,
     read_text,
     split_sentences,
-    targets,
-    weighted_loss,
+    task_documents,
+    with_hard_negatives,
     without_repeats,
 )
-from tasks import TASKS, Batch, Encoded
+from datasets import Source, endless_batches
+from heads import POOLERS
+from pretrain import HELD_OUT_BATCH, OBJECTIVES, PretrainingBERT, measure, targets, weighted_loss
+from tasks import CFIMDB, PARA, TASKS, Batch, Encoded
 from tokenizer import SPECIAL_TOKENS, BertTokenizer
 from training import Trainer
 from utils import InputError, Precision
@@ -57,7 +59,7 @@ def seeded(seed: int = 0) -> Generator:
 
 
 def sentence(i: int, length: int = 8) -> str:
-    """Words in an order that can be learned: each is followed by the next of the list."""
+    """Words in an order that can be learned: each word is followed by the next one in the list."""
     return " ".join(WORDS[(i + k) % len(WORDS)] for k in range(length))
 
 
@@ -75,7 +77,7 @@ def tokenizer(tiny_checkpoint: Path) -> BertTokenizer:
 
 
 def build(*objectives: str, vocab_size: int = 30522, **options: object) -> PretrainingBERT:
-    """Random, with weights and biases so large that each of them counts."""
+    """Build a random model with weights and biases so large that each of them matters."""
     torch.manual_seed(3)
     shape = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64)
     model = PretrainingBERT(BertModel(BertConfig(vocab_size=vocab_size, **shape)), objectives, **options)
@@ -85,9 +87,9 @@ def build(*objectives: str, vocab_size: int = 30522, **options: object) -> Pretr
 
 
 def theirs(kind: type, model: PretrainingBERT, folder: Path) -> torch.nn.Module:
-    """transformers' model, read from what ours would save."""
+    """The model of transformers, loaded from the file that ours would save."""
     folder.mkdir(exist_ok=True)
-    save_file(usual_state(model), folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(checkpoint_state(model), folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(model.bert.config.to_dict()))
     loaded, report = kind.from_pretrained(folder, output_loading_info=True)
     assert not report["missing_keys"]
@@ -122,21 +124,21 @@ def test_word_logits_loss_and_gradients_are_those_of_transformers(tmp_path: Path
     loss.backward()
     wanted.loss.backward()
     for ours, other in (
-        (model.bert.word_embedding.weight, their_model.bert.embeddings.word_embeddings.weight),  # both ends of the tie
+        (model.bert.word_embedding.weight, their_model.bert.embeddings.word_embeddings.weight),  # the tied weight
         (model.cls["predictions"].bias, their_model.cls.predictions.bias),
         (model.cls["predictions"].transform["dense"].weight, their_model.cls.predictions.transform.dense.weight),
     ):
         torch.testing.assert_close(ours.grad, other.grad, rtol=1e-4, atol=1e-6)
 
 
-def test_only_chosen_places_meet_the_vocabulary() -> None:
+def test_only_masked_tokens_get_logits_over_the_vocabulary() -> None:
     model = build("mlm", vocab_size=300)
     labels = torch.full((4, 9), IGNORED)
     labels[1, 2] = labels[3, 4] = 7
     assert model.predict(some_batch("mlm", model, labels)).logits.shape == (2, 300)
 
 
-def test_a_batch_of_which_nothing_was_chosen_costs_zero_and_trains_nothing() -> None:
+def test_a_batch_without_masked_tokens_has_loss_zero_and_trains_nothing() -> None:
     model = build("mlm", vocab_size=300)
     batch = some_batch("mlm", model, torch.full((4, 9), IGNORED))
     loss = weighted_loss(model.predict(batch), batch, 1.0)
@@ -146,7 +148,7 @@ def test_a_batch_of_which_nothing_was_chosen_costs_zero_and_trains_nothing() -> 
 
 
 def long_rows(tokenizer: BertTokenizer) -> Tensor:
-    """(400, 64), half of them of ordinary pieces, framed and padded."""
+    """Token ids (400, 64): ordinary pieces with [CLS], [UNK], [SEP] and padding."""
     ids = torch.randint(1996, 30522, (400, 64), generator=seeded(5))
     ids[:, 0], ids[:, 50] = tokenizer.cls_token_id, tokenizer.sep_token_id
     ids[:, 20] = tokenizer.unk_token_id
@@ -155,18 +157,18 @@ def long_rows(tokenizer: BertTokenizer) -> Tensor:
 
 
 @pytest.mark.parametrize("whole_word", [False, True])
-def test_a_share_of_15_percent_is_chosen_and_falls_80_10_10(tokenizer: BertTokenizer, whole_word: bool) -> None:
+def test_15_percent_are_chosen_and_replaced_80_10_10(tokenizer: BertTokenizer, whole_word: bool) -> None:
     ids = long_rows(tokenizer)
-    seen, labels = Masking.of(tokenizer, 0.15, whole_word)(ids, seeded())
+    masked_ids, labels = Masking.of(tokenizer, 0.15, whole_word)(ids, seeded())
     special = torch.isin(ids, torch.tensor([tokenizer.vocabulary.index(t) for t in SPECIAL_TOKENS]))
     chosen = labels != IGNORED
     n = int((~special).sum())  # 19,200: five standard errors are .013 of tokens; words are fewer
     assert not (chosen & special).any()
     assert chosen.sum() / n == pytest.approx(0.15, abs=0.013 if not whole_word else 0.02)
     assert torch.equal(labels[chosen], ids[chosen])
-    assert torch.equal(seen[~chosen], ids[~chosen])
-    masked = (seen == tokenizer.mask_token_id)[chosen].float().mean()
-    same = (seen == ids)[chosen].float().mean()
+    assert torch.equal(masked_ids[~chosen], ids[~chosen])
+    masked = (masked_ids == tokenizer.mask_token_id)[chosen].float().mean()
+    same = (masked_ids == ids)[chosen].float().mean()
     assert masked == pytest.approx(0.8, abs=0.037)  # five standard errors of 2,880
     assert same == pytest.approx(0.1, abs=0.028)
     assert 1 - masked - same == pytest.approx(0.1, abs=0.028)
@@ -179,7 +181,7 @@ def test_random_replacements_are_all_ordinary_pieces_and_no_others(tokenizer: Be
     assert 29000 < len(ordinary) < len(pieces) - 900
 
 
-def test_whole_words_are_chosen_whole(tokenizer: BertTokenizer) -> None:
+def test_all_pieces_of_a_word_are_chosen_together(tokenizer: BertTokenizer) -> None:
     texts = ["unbelievably embarrassing cinematography, electroencephalograms unhappily misremembered"] * 200
     ids = tokenizer(texts)["input_ids"]
     continues = torch.tensor([[tokenizer.vocabulary[i].startswith("##") for i in ids[0].tolist()]])
@@ -198,15 +200,15 @@ def text_corpus(tokenizer: BertTokenizer, documents: int = 12, sentences: int = 
     return Corpus.tokenize(texts, tokenizer)
 
 
-def masked_sentences(tokenizer: BertTokenizer, **options: object) -> MaskedSentences:
+def masked_sentences(tokenizer: BertTokenizer) -> MaskedSentences:
     return MaskedSentences(text_corpus(tokenizer), Masking.of(tokenizer, 0.15, False), tokenizer.pad_token_id)
 
 
-def test_masks_are_drawn_anew_in_every_pass_and_every_sentence_comes_once(tokenizer: BertTokenizer) -> None:
+def test_every_pass_draws_new_masks_and_has_every_sentence_once(tokenizer: BertTokenizer) -> None:
     source = masked_sentences(tokenizer)
 
     def masks(seed: int) -> dict[tuple[int, ...], list[bool]]:
-        """By the original sentence, what was chosen of it."""
+        """Map each original sentence to the mask of its chosen tokens."""
         found = {}
         for batch in source.batches(5, seeded(seed)):
             chosen = batch.labels != IGNORED
@@ -225,7 +227,7 @@ def test_every_epoch_has_its_own_masks_and_the_same_ones_when_it_is_run_again(to
     source = masked_sentences(tokenizer)
 
     def labels(epoch: int, batches: int) -> list[list[list[int]]]:
-        found = pretrain.endless_batches(source, 48, 11711, epoch)
+        found = endless_batches(source, 48, 11711, epoch)
         return [batch.labels.tolist() for batch in itertools.islice(found, batches)]
 
     first, second = labels(1, 2)  # two passes within an epoch
@@ -250,7 +252,7 @@ def test_order_logits_and_loss_are_those_of_transformers(tmp_path: Path) -> None
 
 
 def test_both_answers_count_in_the_loss() -> None:
-    """TRAPS 30: a loss that ignores label 0 leaves one of the classes out."""
+    """A loss that ignores label 0 would leave out one of the classes (docs/PITFALLS.md, 30)."""
     model = build("nsp", vocab_size=300)
     for label in (0, 1):
         batch = some_batch("nsp", model, torch.full((4,), label))
@@ -269,7 +271,7 @@ def test_half_of_the_pairs_are_consecutive_and_the_others_are_not(tokenizer: Ber
     for seed in range(60):
         second, label = source.pairs(seeded(seed))
         following = second == source.first + 1
-        assert torch.equal(following, label == 0)  # 0: it follows, as transformers counts
+        assert torch.equal(following, label == 0)  # 0 means that it follows, as in transformers
         assert torch.equal(source.document[second[following]], source.document[source.first[following]])
         strangers, of = second[~following], source.first[~following]
         if documents > 1:
@@ -279,7 +281,7 @@ def test_half_of_the_pairs_are_consecutive_and_the_others_are_not(tokenizer: Ber
         labels.append(label.float())
         random |= set(strangers.tolist())
     assert torch.cat(labels).mean() == pytest.approx(0.5, abs=0.06)
-    assert random == set(range(48))  # each may be drawn
+    assert random == set(range(48))  # every sentence is drawn at some time
 
 
 def test_pairs_are_joined_with_real_segments(tokenizer: BertTokenizer) -> None:
@@ -305,7 +307,7 @@ def test_pairs_are_joined_with_real_segments(tokenizer: BertTokenizer) -> None:
 
 
 def info_nce(first: np.ndarray, others: np.ndarray, temperature: float, counts: np.ndarray | None = None) -> float:
-    """Equations 4 and 5 of Gao et al. 2021, sum by sum; counts[i, j]: whether j stands in i's denominator."""
+    """Equations 4 and 5 of Gao et al. 2021, written out; counts[i, j] says whether j is in i's denominator."""
     total = 0.0
     for i, u in enumerate(first):
         exps = [math.exp(u @ v / (np.linalg.norm(u) * np.linalg.norm(v)) / temperature) for v in others]
@@ -348,7 +350,7 @@ def pair_batch(tokenizer: BertTokenizer, pairs: list[Pair]) -> Batch:
     return batch
 
 
-def test_supervised_simcse_is_equation_5_with_the_hard_negatives_that_there_are(tokenizer: BertTokenizer) -> None:
+def test_supervised_simcse_is_equation_5_with_hard_negatives_of_some_rows(tokenizer: BertTokenizer) -> None:
     pairs = [
         Pair(f"{sentence(i)} one", f"two {sentence(i, 6)}", f"{sentence(i, 3)} no" * (i != 2) or None) for i in range(5)
     ]
@@ -379,6 +381,35 @@ def test_equal_texts_in_a_batch_are_no_negatives_of_each_other(tokenizer: BertTo
     assert weighted_loss(output, batch, 1.0).item() == pytest.approx(wanted, rel=1e-4)
 
 
+def test_batches_of_simcse_have_hashes_that_are_equal_for_equal_texts(tokenizer: BertTokenizer) -> None:
+    pairs = [Pair("a b", "c d", "e"), Pair("c d", "a b", None), Pair("e", "f g", "a b")]
+    supervised = pair_batch(tokenizer, pairs)
+    twice = SentencesTwice(Corpus.tokenize([["a b", "c d"], ["e", "a b"]], tokenizer), tokenizer.pad_token_id)
+    (unsupervised,) = twice.batches(4, seeded())
+    hash_of: dict[str, int] = {}
+    for batch in (supervised, unsupervised):
+        for given, hashes in zip(batch.sentences, batch.text_hashes, strict=True):
+            texts = [tokenizer.rust.decode(row.tolist()) for row in given.token_ids]
+            for text, number in zip(texts, hashes.tolist(), strict=True):
+                assert hash_of.setdefault(text, number) == number
+    assert sorted(hash_of) == ["a b", "c d", "e", "f g"]
+    assert len(set(hash_of.values())) == 4
+
+
+def test_a_repeated_sentence_is_no_negative_of_itself(tokenizer: BertTokenizer) -> None:
+    """With nsp the text keeps its repeats, and simcse gets them too."""
+    texts = Corpus.tokenize([["a b", "c d"], ["e f g", "a b"]], tokenizer)
+    model = build("simcse", temperature=0.2)
+    (batch,) = SentencesTwice(texts, tokenizer.pad_token_id).batches(4, seeded())
+    names = [tokenizer.rust.decode(row.tolist()) for row in batch.sentences[0].token_ids]
+    counts = np.array([[i == j or x != y for j, y in enumerate(names)] for i, x in enumerate(names)])
+    assert (~counts).sum() == 2
+    wanted = info_nce(*vectors_of(model, batch), 0.2, counts)
+    output = model.predict(batch)
+    assert torch.isinf(output.logits).sum() == 2
+    assert weighted_loss(output, batch, 1.0).item() == pytest.approx(wanted, rel=1e-4)
+
+
 @pytest.mark.parametrize("pooling", POOLERS)
 def test_every_pooling_trains_simcse(pooling: str, tokenizer: BertTokenizer) -> None:
     model = build("simcse", pooling=pooling).train()
@@ -390,7 +421,7 @@ def test_every_pooling_trains_simcse(pooling: str, tokenizer: BertTokenizer) -> 
 # --- measuring --------------------------------------------------------------------------------------------------------
 
 
-def source_of(name: str, tokenizer: BertTokenizer) -> pretrain.Source:
+def source_of(name: str, tokenizer: BertTokenizer) -> Source:
     flags = pretrain.get_args(["--objective", name])
     pairs = [Pair(sentence(i), sentence(i, 5), None) for i in range(12)]
     corpus = PairCorpus.tokenize(pairs, tokenizer) if OBJECTIVES[name].on_pairs else text_corpus(tokenizer)
@@ -398,7 +429,7 @@ def source_of(name: str, tokenizer: BertTokenizer) -> pretrain.Source:
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_held_out_figures_are_the_same_at_every_look_and_leave_the_random_numbers_alone(
+def test_held_out_figures_are_the_same_in_every_call_and_do_not_change_the_random_state(
     name: str, tokenizer: BertTokenizer
 ) -> None:
     model, source = build(name), source_of(name, tokenizer)
@@ -407,7 +438,7 @@ def test_held_out_figures_are_the_same_at_every_look_and_leave_the_random_number
     after = torch.rand(())
     torch.manual_seed(1)
     assert torch.rand(()) == after
-    assert measure(model, name, source, FP32) == first
+    assert measure(model, name, source, FP32) == first, "the random state is another one now"
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
@@ -433,7 +464,7 @@ def test_every_objective_learns_its_rows(name: str, tiny_checkpoint: Path, token
     before, _ = measure(model, name, source, FP32)
     for _ in range(15):
         model.train()
-        for batch in source.batches(pretrain.HELD_OUT_BATCH, seeded(pretrain.HELD_OUT_SEED)):  # masks that are measured
+        for batch in source.batches(HELD_OUT_BATCH, seeded(HELD_OUT_SEED)):  # measure's masks
             optimizer.zero_grad()
             weighted_loss(model.predict(batch), batch, 1.0).backward()
             optimizer.step()
@@ -444,7 +475,7 @@ def test_every_objective_learns_its_rows(name: str, tiny_checkpoint: Path, token
 def test_the_held_out_loss_is_the_mean_over_targets_not_over_batches(tokenizer: BertTokenizer) -> None:
     model, source = build("mlm"), masked_sentences(tokenizer)
     losses = []
-    for batch in source.batches(pretrain.HELD_OUT_BATCH, seeded(pretrain.HELD_OUT_SEED)):
+    for batch in source.batches(HELD_OUT_BATCH, seeded(HELD_OUT_SEED)):
         logits = model.predict(batch).logits.detach().double().numpy()
         chosen = logits[np.arange(len(logits)), targets(batch).numpy()]
         losses += list(np.log(np.exp(logits).sum(1)) - chosen)
@@ -461,7 +492,7 @@ def test_sentences_end_at_punctuation_before_a_capital() -> None:
     assert split_sentences("  ") == []
 
 
-def test_blank_lines_part_documents(tmp_path: Path) -> None:
+def test_blank_lines_separate_documents(tmp_path: Path) -> None:
     (tmp_path / "t.txt").write_bytes(b"\xef\xbb\xbfone\r\n two \n\n \nthree")
     assert read_text(tmp_path / "t.txt") == [["one", "two"], ["three"]]
 
@@ -479,6 +510,32 @@ def test_a_tenth_is_held_out_and_nothing_is_on_both_sides(documents: list[list[s
 
 def test_a_repeated_sentence_counts_once() -> None:
     assert without_repeats([["a", "b", "a"], ["b"], ["c"]]) == [["a", "b"], ["c"]]
+
+
+@pytest.mark.parametrize("most", [1, 5, 11])
+def test_at_most_takes_random_documents_and_shortens_the_last(most: int) -> None:
+    documents = [[f"{d} {s}" for s in range(3)] for d in range(4)]
+    kept = at_most(documents, most, seed=1)
+    assert sum(map(len, kept)) == most
+    assert all(sentences in (d[: len(sentences)] for d in documents) for sentences in kept)
+    assert [len(sentences) for sentences in kept[:-1]] == [3] * (len(kept) - 1)
+    assert at_most(documents, most, seed=1) == kept
+    assert len({str(at_most(documents, most, seed)) for seed in range(10)}) > 1
+
+
+@pytest.mark.parametrize("most", [None, 12, 99])
+def test_at_most_keeps_everything_if_there_is_no_more(most: int | None) -> None:
+    documents = [[f"{d} {s}" for s in range(3)] for d in range(4)]
+    assert at_most(documents, most, seed=1) == documents
+
+
+def test_a_review_is_a_document_of_sentences_and_each_text_of_a_pair_is_its_own(tmp_path: Path) -> None:
+    reviews, pairs = tmp_path / "reviews.csv", tmp_path / "pairs.csv"
+    reviews.write_text("\tid\tsentence\tsentiment\n0\ta\tGood film . See it !\t1\n1\tb\tBad .\t0\n")
+    assert task_documents(CFIMDB, reviews, strict=False) == [["Good film .", "See it !"], ["Bad ."]]
+    rows = "0\ta\tWhy ? How ?\tWho ?\t1.0\n1\tb\t\tWhere ?\t0.0\n"
+    pairs.write_text("\tid\tsentence1\tsentence2\tis_duplicate\n" + rows)
+    assert task_documents(PARA, pairs, strict=False) == [["Why ? How ?"], ["Who ?"], ["Where ?"]]
 
 
 # --- NLI --------------------------------------------------------------------------------------------------------------
@@ -510,7 +567,13 @@ def test_nli_gives_entailments_as_positives_and_contradictions_as_hard_negatives
     assert all(pair.negative is None for pair in pretrain.labeled_pairs(args))
 
 
-def test_several_hard_negatives_of_a_text_take_turns(tmp_path: Path) -> None:
+def test_hard_negatives_belong_to_the_first_text_and_take_turns() -> None:
+    positives = [("p", "h0"), ("p", "h1"), ("p", "h0"), ("", "h2"), ("q", ""), ("p", "h3"), ("r", "p")]
+    pairs = with_hard_negatives(positives, {"p": ["c0", "c1", "c0"], "other": ["c2"]})
+    assert pairs == [Pair("p", "h0", "c0"), Pair("p", "h1", "c1"), Pair("p", "h3", "c0"), Pair("r", "p", None)]
+
+
+def test_several_hard_negatives_of_a_text_in_a_file_take_turns(tmp_path: Path) -> None:
     extra = [nli_line("p", f"h{i}", "entailment") for i in range(3)]
     extra += [nli_line("p", f"c{i}", "contradiction") for i in range(2)]
     path = write_nli(tmp_path / "n.jsonl", *extra)
@@ -520,15 +583,15 @@ def test_several_hard_negatives_of_a_text_take_turns(tmp_path: Path) -> None:
 
 def test_lines_without_a_gold_label_are_skipped_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     path = write_nli(tmp_path / "n.jsonl", nli_line("a", "b", "-"), nli_line("c", "d", "-"), "", rows=1)
-    positives, negatives = read_nli([path])
+    positives, negatives = read_nli_pairs([path])
     assert (len(positives), len(negatives)) == (1, 1)
     assert f"{path}: 2 of 5 lines have no gold label. Skipped." in capsys.readouterr().err
 
 
-def test_paraphrases_that_can_not_be_read_are_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_paraphrases_that_cannot_be_used_are_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     path = tmp_path / "quora-train.csv"
     path.write_text("\tid\tsentence1\tsentence2\tis_duplicate\n0\ta\tone\ttwo\t1\n1\tb\tthree\tfour\t\n")
-    assert pretrain.read_paraphrases(path, strict=False) == ([("one", "two")], {})
+    assert read_paraphrases(path, strict=False) == ([("one", "two")], {})
     assert "line 3: is_duplicate is empty. Skipped (1 of 2 rows skipped" in capsys.readouterr().err
 
 
@@ -552,7 +615,7 @@ def run(
     tmp_path: Path,
     run_main: Callable[..., Finished],
 ) -> Run:
-    """Runs pretrain.py within this process; flags given here come last, so they win."""
+    """Run pretrain.py in this process. Flags given here come last and override the others."""
     write_task_files(tmp_path / "data")
 
     def run(*more: object) -> Finished:
@@ -573,7 +636,7 @@ def test_masked_words_lower_held_out_perplexity_and_the_run_is_a_checkpoint_for_
     text = write_documents(tmp_path / "t.txt", 40)
     done = run("--text", text, "--epochs", 3, "--batch_size", 8, "--lr", 3e-3)
     assert (done.status, done.err.count("has no head cls.predictions: its own weights start at random")) == (0, 1)
-    shown = [float(x) for x in re.findall(r"^(?:before|epoch \d).* perplexity ([\d.]+)", done.out, flags=re.M)]
+    shown = [float(x) for x in re.findall(r"^(?:before training|epoch \d).* perplexity ([\d.]+)", done.out, flags=re.M)]
     assert len(shown) == 4
     assert shown[3] < shown[0] / 50
     folder = tmp_path / "runs" / "r"
@@ -582,7 +645,7 @@ def test_masked_words_lower_held_out_perplexity_and_the_run_is_a_checkpoint_for_
     assert math.log(logged[1]) == pytest.approx(log_of(folder)[1]["scores"]["held-out loss"], rel=1e-5)
     # ours
     bert = BertModel.from_pretrained(str(folder))
-    assert "the pre-training heads (cls.*) are not used" in capsys.readouterr().err
+    assert f"note: {folder}: only the encoder is used, not its cls." in capsys.readouterr().err
     assert BertTokenizer.from_pretrained(str(folder)).max_length == 512
     # theirs
     model, report = transformers.BertForMaskedLM.from_pretrained(folder, output_loading_info=True)
@@ -593,7 +656,7 @@ def test_masked_words_lower_held_out_perplexity_and_the_run_is_a_checkpoint_for_
     assert BertTokenizer.from_pretrained(str(folder)).vocabulary[best] in {*WORDS, "."}
 
 
-def test_a_run_goes_on_from_its_own_heads(run: Run, tmp_path: Path) -> None:
+def test_a_run_that_starts_from_another_run_uses_its_heads(run: Run, tmp_path: Path) -> None:
     flags = ["--text", write_documents(tmp_path / "t.txt", 20), "--batch_size", 8, "--lr", 3e-3]
     run(*flags, "--objective", "mlm+nsp")
     end = log_of(tmp_path / "runs" / "r")[-1]["scores"]
@@ -604,9 +667,9 @@ def test_a_run_goes_on_from_its_own_heads(run: Run, tmp_path: Path) -> None:
 
 
 def test_heads_under_their_old_names_are_read(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """As bert-base-uncased has them: gamma and beta, a decoder beside the embeddings."""
+    """As in bert-base-uncased: gamma and beta, and a decoder that is stored beside the embeddings."""
     model = build("mlm", "nsp", vocab_size=300)
-    state = usual_state(model)
+    state = checkpoint_state(model)
     old = {
         re.sub(r"LayerNorm\.weight", "LayerNorm.gamma", re.sub("LayerNorm.bias", "LayerNorm.beta", k)): t
         for k, t in state.items()
@@ -620,9 +683,9 @@ def test_heads_under_their_old_names_are_read(tmp_path: Path, capsys: pytest.Cap
         assert torch.equal(parameter, model.cls.get_parameter(name)), name
 
 
-def test_a_head_that_is_not_whole_is_an_error(tmp_path: Path) -> None:
+def test_an_incomplete_head_is_an_error(tmp_path: Path) -> None:
     model = build("mlm", vocab_size=300)
-    state = usual_state(model)
+    state = checkpoint_state(model)
     del state["cls.predictions.transform.dense.weight"]
     save_file(state, tmp_path / "model.safetensors")
     with pytest.raises(InputError, match=r"1 missing: cls\.predictions\.transform\.dense\.weight"):
@@ -632,7 +695,7 @@ def test_a_head_that_is_not_whole_is_an_error(tmp_path: Path) -> None:
 ALL = "mlm+nsp:0.5+simcse+simcse_supervised:0.1"
 
 
-def test_all_objectives_train_together_a_batch_of_each_in_a_step(
+def test_all_objectives_train_together_with_a_batch_of_each_per_draw(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn, update = [], Trainer.update
@@ -655,7 +718,7 @@ def test_all_objectives_train_together_a_batch_of_each_in_a_step(
 
 def test_weights_multiply_the_losses(run: Run, tmp_path: Path) -> None:
     text = write_documents(tmp_path / "t.txt")
-    flags = ["--text", text, "--batch_size", 64, "--lr", 1e-9]  # one step: the loss of the start
+    flags = ["--text", text, "--batch_size", 64, "--lr", 1e-9]  # one step: the loss at the start
     run("--objective", "mlm", *flags)
     run("--objective", "mlm:0.25", *flags, "--name", "quarter")
     one, quarter = (log_of(tmp_path / "runs" / name)[-1] for name in ("r", "quarter"))
@@ -674,12 +737,12 @@ def test_the_epoch_with_the_lowest_held_out_loss_is_kept(
     assert json.loads((folder / "dev.json").read_text())["held-out loss"] == 2.0
 
 
-def test_a_run_that_goes_on_ends_bit_for_bit_like_one_that_was_never_interrupted(
+def test_a_resumed_run_ends_bit_for_bit_like_an_uninterrupted_one(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = write_documents(tmp_path / "t.txt")
     flags = ["--objective", "mlm+nsp+simcse", "--text", text, "--batch_size", 16, "--epochs", 3, "--schedule", "linear"]
-    assert run(*flags, "--name", "whole").status == 0
+    assert run(*flags, "--name", "uninterrupted").status == 0
     with monkeypatch.context() as patch:
         epoch = Trainer.epoch
 
@@ -693,19 +756,19 @@ def test_a_run_that_goes_on_ends_bit_for_bit_like_one_that_was_never_interrupted
     torch.manual_seed(99)
     done = run(*flags, "--resume")
     assert "epoch 3 " in done.out
-    assert "before" not in done.out
-    one, other = (load_file(tmp_path / "runs" / name / "model.safetensors") for name in ("whole", "r"))
+    assert "before training" not in done.out
+    one, other = (load_file(tmp_path / "runs" / name / "model.safetensors") for name in ("uninterrupted", "r"))
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
-    whole, resumed = ([line | {"seconds": 0} for line in log_of(tmp_path / "runs" / n)] for n in ("whole", "r"))
-    assert whole == resumed
+    logs = ([line | {"seconds": 0} for line in log_of(tmp_path / "runs" / n)] for n in ("uninterrupted", "r"))
+    assert next(logs) == next(logs)
 
 
 def test_by_default_the_texts_of_all_training_files_are_read_and_no_other_file(run: Run, tmp_path: Path) -> None:
     for path in (tmp_path / "data").iterdir():
         if "train" not in path.name:
             path.unlink()
-    for path in (tmp_path / "data").glob("*.csv"):  # labels are not even looked at
+    for path in (tmp_path / "data").glob("*.csv"):  # labels are not read
         path.write_text(re.sub(r"\t[\d.]+\n", "\t?\n", path.read_text()))
     done = run("--batch_size", 8)
     assert done.status == 0, done.err
@@ -713,18 +776,37 @@ def test_by_default_the_texts_of_all_training_files_are_read_and_no_other_file(r
     assert sorted(Path(path).name for path in facts["data_sha256"]) == sorted(
         t.filename("train") for t in TASKS.values()
     )
-    # 8 of sst, the same 8 of cfimdb, 8 first questions and 5 different second ones of para, the same of sts
+    # sst has 8 texts and cfimdb the same 8; para has 8 first and 5 different second questions, sts the same
     assert "mlm: train 19, held out 2 sentences" in done.out
 
 
-def test_max_train_and_a_held_out_file_bound_the_text(run: Run, tmp_path: Path) -> None:
+def test_by_default_only_tasks_whose_training_file_exists_are_read(run: Run, tmp_path: Path) -> None:
+    for task in ("cfimdb", "sts"):
+        (tmp_path / "data" / TASKS[task].filename("train")).unlink()
+    done = run("--batch_size", 8)
+    assert done.status == 0, done.err
+    facts = json.loads((tmp_path / "runs" / "r" / "args.json").read_text())
+    assert facts["args"]["tasks"] == ["sst", "para"]
+    for path in (tmp_path / "data").glob("*-train.csv"):
+        path.unlink()
+    assert f"{tmp_path / 'data' / TASKS['sst'].filename('train')}: cannot be read" in the_error(run("--name", "none"))
+
+
+def test_a_flag_that_a_later_one_makes_pointless_is_dropped_with_a_note(run: Run, tmp_path: Path) -> None:
+    text = write_documents(tmp_path / "t.txt")
+    done = run("--text", text, "--whole_word", "--mask_share", 0.3, "--objective", "nsp", "--dry_run")
+    assert done.status == 0, done.err
+    assert "note: --mask_share, --whole_word: no effect with --objective nsp, so dropped.\n" in done.err
+
+
+def test_max_train_and_max_held_out_limit_the_text(run: Run, tmp_path: Path) -> None:
     text, other = write_documents(tmp_path / "t.txt"), write_documents(tmp_path / "u.txt", 5)
     done = run("--text", text, "--held_out", other, "--max_train", 10, "--max_held_out", 7)
     assert "mlm: train 10, held out 7 sentences" in done.out
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_a_dry_run_goes_through_and_keeps_nothing(run: Run, tmp_path: Path, precision: str) -> None:
+def test_a_dry_run_succeeds_and_keeps_nothing(run: Run, tmp_path: Path, precision: str) -> None:
     text, nli = write_documents(tmp_path / "t.txt"), write_nli(tmp_path / "n.jsonl")
     flags = ["--text", text, "--nli", nli, "--objective", ALL, "--precision", precision, "--batch_size", 4]
     done = run("--dry_run", "--whole_word", *flags)
@@ -736,28 +818,33 @@ def test_a_dry_run_goes_through_and_keeps_nothing(run: Run, tmp_path: Path, prec
 # --- bad input --------------------------------------------------------------------------------------------------------
 
 REFUSED = {
-    "--objective elmo": "--objective elmo: an objective must be one of mlm, nsp, simcse, simcse_supervised, ",
-    "--objective mlm+": "an objective must be one of mlm, nsp, simcse, simcse_supervised, found ''. Choose one.",
-    "--objective mlm+mlm": "every objective may stand once, found mlm twice. Leave one out.",
-    "--objective mlm:0": "the weight of mlm must be above 0 and at most 1e+06, found '0'. Write it like",
-    "--objective mlm:": "the weight of mlm must be above 0 and at most 1e+06, found ''. Write it like",
-    "--objective nsp --whole_word": "--whole_word only works with --objective mlm, which is not set. Set it, or leave",
-    "--objective simcse --mask_share 0.2": "--mask_share only works with --objective mlm",
-    "--temperature 0.1": "--temperature only works with --objective simcse or simcse_supervised",
-    "--pooling cls": "--pooling only works with --objective simcse or simcse_supervised",
-    "--nli n.jsonl": "--nli only works with --objective simcse_supervised, which is not set. Set it, or leave",
-    "--positives_only": "--positives_only only works with --objective simcse_supervised",
-    "--objective simcse_supervised --text t.txt": "--text only works with --objective mlm, nsp or simcse",
-    "--objective simcse_supervised --nli n --tasks sst": "--tasks only works with an objective that reads the tasks'",
+    "--objective elmo": "--objective elmo: must be made of mlm, nsp, simcse, simcse_supervised, found 'elmo'. Choose",
+    "--objective simsce": "must be made of mlm, nsp, simcse, simcse_supervised, found 'simsce'. Did you mean simcse?",
+    "--objective mlm+": "must be made of mlm, nsp, simcse, simcse_supervised, found ''. Choose one.",
+    "--objective mlm+mlm": "--objective mlm+mlm: each name may appear once, found mlm twice. Remove one.",
+    "--objective mlm:0": "the weight of mlm must be a number above 0, found '0'. Write it like mlm:0.2, or leave it",
+    "--objective mlm:": "the weight of mlm must be a number above 0, found ''. Write it like mlm:0.2, or leave it",
+    "--objective mlm:inf": "the weight of mlm must be a number above 0, found 'inf'.",
+    "--objective nsp --whole_word": "--whole_word needs --objective mlm. Set it, or leave out --whole_word.",
+    "--objective simcse --mask_share 0.2": "--mask_share 0.2 needs --objective mlm. Set it, or leave out --mask_share.",
+    "--temperature 0.1": "--temperature 0.1 needs --objective simcse or simcse_supervised. Set it, or leave out",
+    "--pooling cls": "--pooling cls needs --objective simcse or simcse_supervised. Set it, or leave out --pooling.",
+    "--nli n.jsonl": "--nli n.jsonl needs --objective simcse_supervised. Set it, or leave out --nli.",
+    "--positives_only": "--positives_only needs --objective simcse_supervised. Set it, or leave out --positives_only.",
+    "--objective simcse_supervised --text t.txt": "--text t.txt needs --objective mlm or nsp or simcse. Set it, or",
+    "--objective simcse_supervised --held_out t": "--held_out t needs --objective mlm or nsp or simcse. Set it, or",
+    "--objective simcse_supervised --nli n --tasks sst": "--tasks sst needs an objective that reads the tasks' files. "
+    "Leave out --nli, or leave out --tasks.",
     "--objective simcse_supervised+mlm --text t": "simcse_supervised needs labeled pairs, found neither --nli nor para",
     "--objective simcse_supervised --tasks sts": "simcse_supervised needs labeled pairs, found neither --nli nor para",
     "--objective simcse --batch_size 1": "simcse compares the rows of a batch, found --batch_size 1. Use 32 or more.",
     "--dry_run --resume": "--dry_run and --resume exclude each other",
-    "--ema_decay 0.5": "--ema_decay only works with --averager ema",
-    "--average_start 0.1": "--average_start only works with --averager swa",
-    "--mask_share 0": "argument --mask_share: must be above 0 and at most 1, found '0'",
-    "--objective nsp": "nsp needs three sentences, two of them consecutive, in training and held-out text each",
-    "--objective nsp --tasks para": "Give text by --text, a sentence a line, documents apart by blank lines; or",
+    "--ema_decay 0.5": "--ema_decay 0.5 needs --averager ema. Set it, or leave out --ema_decay.",
+    "--average_start 0.1": "--average_start 0.1 needs --averager swa. Set it, or leave out --average_start.",
+    "--mask_share 0": "--mask_share: must be above 0 and at most 1, found '0'. See pretrain.py --help.",
+    "--mask_shar 0.2": "unknown flag --mask_shar. Did you mean --mask_share? See pretrain.py --help.",
+    "--objective nsp": "nsp needs three sentences, two of them consecutive, in the training text and in the held-out",
+    "--objective nsp --tasks para": "Give text with --text, one sentence per line and a blank line between documents",
     "--objective simcse_supervised": "simcse_supervised needs at least 20 positive pairs",
     "--text nowhere.txt": "nowhere.txt: cannot be read; No such file or directory. Check the path.",
     "--held_out nowhere.txt": "nowhere.txt: cannot be read; No such file or directory. Check the path.",
@@ -767,18 +854,18 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("flags", REFUSED)
-def test_what_cannot_be_is_refused_in_one_line(flags: str, run: Run, tmp_path: Path) -> None:
+def test_bad_flags_are_refused_in_one_line(flags: str, run: Run, tmp_path: Path) -> None:
     assert REFUSED[flags] in the_error(run(*flags.split()))
     assert not (tmp_path / "runs").exists()
 
 
 BAD_TEXTS = {
-    "only blank lines": (b"\n \n\t\n", "t.txt: has no sentence. A text file needs one sentence a line."),
-    "empty": (b"", "t.txt: has no sentence. A text file needs one sentence a line."),
+    "only blank lines": (b"\n \n\t\n", "t.txt: has no sentence. A text file needs one sentence per line."),
+    "empty": (b"", "t.txt: has no sentence. A text file needs one sentence per line."),
     "not UTF-8": (b"fine\nbad \xff\n", "t.txt line 2: must be UTF-8, found byte 0xff. Convert the file to UTF-8."),
     "too short": (
         b"one\ntwo\nthree\n",
-        "held-out text needs at least 6 different sentences to be taken from, found 3. Give more",
+        "holding out text needs at least 6 different sentences, found 3. Use more text, or",
     ),
     "nothing to predict": (b"[UNK]\n[SEP]\n[CLS]\n[PAD]\n[MASK]\n[UNK] [UNK]\n", "mlm finds nothing to predict in it."),
 }
@@ -815,5 +902,5 @@ def test_a_run_that_exists_is_not_touched_and_other_flags_do_not_resume_it(run: 
     assert f"{folder}: the run exists already" in the_error(run(*flags))
     assert "was started with --lr 5e-05 (now 0.1)" in the_error(run(*flags, "--lr", 0.1, "--resume"))
     write_documents(tmp_path / "t.txt", 13)
-    assert "t.txt changed since it was started" in the_error(run(*flags, "--resume"))
+    assert "t.txt changed since the run was started. Use another --name." in the_error(run(*flags, "--resume"))
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before

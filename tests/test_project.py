@@ -13,10 +13,10 @@ from conftest import ROOT, run_script
 
 import benchmark
 import classifier
-import multitask_classifier
+import multitask_flags
 from adapters import ADAPTERS
 from bert import ATTENTIONS
-from datasets import PAIRINGS, READERS
+from datasets import PAIRINGS
 from ensemble import AVERAGES, METHODS
 from heads import HEADS, POOLERS
 from losses import LOSSES, WEIGHTINGS
@@ -24,9 +24,10 @@ from optimizer import AVERAGERS, OPTIMIZERS, SCHEDULES
 from pcgrad import COMBINERS
 from pos import FEATURES
 from pretrain import OBJECTIVES
+from readers import READERS
 from sampling import SAMPLERS
 from smart import REGULARIZERS, STARTS
-from sweep import PRUNERS, SEARCHES
+from study import PRUNERS, SEARCHES
 from tasks import TASKS
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -55,6 +56,23 @@ def test_a_file_imports_only_from_levels_below(name: str) -> None:
     assert imports_of(ROOT / f"{name}.py") & set(SCRIPTS) <= below
 
 
+def test_nothing_imports_a_script_but_the_search_the_benchmark_and_the_tests() -> None:
+    """evaluation.py is a script too, but above all the functions that others use."""
+    sources = {name: (ROOT / f"{name}.py").read_text(encoding="utf-8") for name in SCRIPTS}
+    scripts = {name for name, text in sources.items() if "\n    run_script(main)\n" in text} - {"evaluation"}
+    assert {"multitask_classifier", "classifier", "pretrain", "ensemble", "sweep"} <= scripts
+    for name in set(SCRIPTS) - {"trials", "benchmark"}:
+        assert not imports_of(ROOT / f"{name}.py") & scripts, name
+
+
+def test_what_a_task_predicts_is_decided_in_one_place() -> None:
+    """No other file asks for the kind of a task, or repeats the range of similarities."""
+    for name in set(SCRIPTS) - {"tasks"}:
+        text = (ROOT / f"{name}.py").read_text(encoding="utf-8")
+        assert not re.search(r"\.kind\b|[\"'](category|probability|number)[\"']", text), name
+        assert not re.search(r"(?<![\d.])5\.0\b|/ 5\b|\* 5\b|(?<![\d.])5 \*", text), name
+
+
 def test_training_imports_no_test_dependency() -> None:
     """Oracles are for the tests: benchmark.py, which compares with them, is the one exception."""
     oracles = {"transformers", "sklearn", "torchjd", "pytest"}
@@ -79,8 +97,9 @@ def test_the_file_tree_of_the_readme_is_true() -> None:
 def test_every_flag_that_the_readme_names_exists() -> None:
     sources = [path.read_text(encoding="utf-8") for path in (*ROOT.glob("*.py"), ROOT / "setup.sh")]
     known = {flag for text in sources for flag in re.findall(r"--[a-z][\w-]*", text)}
-    known |= set(multitask_classifier.build_parser()._option_string_actions)  # a task's own are put together there
-    assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", README)) <= known
+    known |= set(multitask_flags.parser().flags)  # the flags of each task are put together there
+    named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", README))
+    assert {flag.replace("-", "_") for flag in named} <= {flag.replace("-", "_") for flag in known}
 
 
 REGISTRIES = [
@@ -194,7 +213,7 @@ def installed_by(flags: str, project: Path, environment: Path, **settings: str) 
     return [line.replace(f"-r {project}/", "") for line in pip]
 
 
-def test_setup_installs_each_file_once_and_the_stem_by_its_hash_alone(
+def test_setup_installs_each_file_once_and_the_encoder_by_its_hash_alone(
     copy_with_environment: Path, recording_environment: Path
 ) -> None:
     both = copy_with_environment, recording_environment
@@ -268,3 +287,32 @@ def test_course_data_is_copied_from_the_starter_repository(copy_with_environment
     assert (copy_with_environment / "data" / "sts-dev.csv").read_text() == "mine"
     again = bash("./setup.sh --course-data", copy_with_environment)
     assert "already" in again.stderr
+
+
+# --- docs/PITFALLS.md -------------------------------------------------------------------------------------------------
+
+PITFALLS = (ROOT / "docs" / "PITFALLS.md").read_text(encoding="utf-8")
+ENTRIES = {int(number): text for number, text in re.findall(r"^### (\d+)\. (.*?)(?=^##|\Z)", PITFALLS, re.M | re.S)}
+
+
+def test_the_pitfalls_are_numbered_from_1_to_37() -> None:
+    numbers = [int(number) for number in re.findall(r"^### (\d+)\.", PITFALLS, flags=re.M)]
+    assert numbers == list(ENTRIES) == list(range(1, 38))
+
+
+@pytest.mark.parametrize("number", ENTRIES)
+def test_every_test_that_the_pitfalls_name_exists(number: int) -> None:
+    named = re.findall(r"`([^`]+\.py)::(\w+)`", ENTRIES[number])
+    assert named, "the entry names no test"
+    for file, test in named:
+        assert (ROOT / file).is_file(), f"{file} does not exist"
+        tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+        defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+        assert test in defined, f"{file} does not define {test}"
+
+
+def test_every_number_that_the_code_cites_is_in_the_pitfalls() -> None:
+    for path in (*ROOT.glob("*.py"), *ROOT.glob("tests/*.py")):
+        text = " ".join(path.read_text(encoding="utf-8").replace("#", " ").split())  # a citation may wrap
+        for numbers in re.findall(r"docs/PITFALLS\.md, (\d+(?:(?:, | and | to )\d+)*)", text):
+            assert set(map(int, re.findall(r"\d+", numbers))) <= set(ENTRIES), f"{path.name} cites {numbers}"

@@ -1,4 +1,4 @@
-"""More training data: other formats become rows of the tasks, row by row, and no matter how long the files are."""
+"""Readers of additional training data: other formats become rows of the tasks, and long files are never held whole."""
 
 import gzip
 import json
@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tracemalloc
 from collections.abc import Callable
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 
@@ -16,8 +17,9 @@ from conftest import ROOT, Finished, assert_refused, nli_line, the_error, write_
 
 import datasets
 import multitask_classifier
-from datasets import PAIRINGS, READERS, Examples, Ragged, load_multitask_data, read_examples, read_split, source_of
-from tasks import PARA, SST, STS, TASKS
+from datasets import PAIRINGS, Ragged, load_multitask_data, read_split
+from readers import READERS, Examples, read_examples, reader_of, readers_for, source_of
+from tasks import PARA, SST, STS, TASKS, Category, Number
 from tokenizer import BertTokenizer
 from utils import InputError
 
@@ -26,10 +28,10 @@ QUORA = "\tid\tsentence1\tsentence2\tis_duplicate\n"
 
 
 def read(source: str, path: Path, text: str | None = None, **options: bool) -> Examples:
-    """What a reader makes of a file with this text, for the first task it is for."""
+    """Read a file with this text, for the first task that the reader supports."""
     if text is not None:
         path.write_text(text)
-    task = TASKS[READERS[source].tasks[0]]
+    task = next(task for task in TASKS.values() if READERS[source].fits(task))
     return read_examples(task, [Path(f"{source}:{path}")], labeled=True, **options)
 
 
@@ -78,19 +80,19 @@ def test_lines_without_a_gold_label_are_skipped_and_counted(tmp_path: Path, tiny
         "--strict_data stops instead)."
     )
     assert [f"line {n}" in note for n, note in zip((1, 3, 5, 7, 9), notes, strict=False)] == [True] * 5
-    assert notes[5:] == [f"note: snli:{path}: 3 further rows skipped; --strict_data stops at the first."]
-    with pytest.raises(InputError, match=r"line 1: has no gold label.* Mend the row, or leave out --strict_data"):
+    assert notes[5:] == [f"note: snli:{path}: 3 more rows skipped; --strict_data stops at the first."]
+    with pytest.raises(InputError, match=r"line 1: has no gold label.* Fix the row, or leave out --strict_data"):
         read("snli", path, strict=True)
 
 
 BROKEN_JSON = {
-    '{"sentence1": "a", "sent': "must be a JSON object; Unterminated string starting at (column 20). Mend the line, or",
+    '{"sentence1": "a", "sent': "must be a JSON object; Unterminated string starting at (column 20). Fix the line, or",
     "[1, 2]": "must be a JSON object with sentence1, sentence2, gold_label, annotator_labels; sentence1 is missing",
     "7": "sentence1 is missing",
     "[" * 100_000: "must be a JSON object; maximum recursion depth exceeded",
     '{"sentence1": "a", "sentence2": null, "gold_label": "neutral", "annotator_labels": []}': "sentence2 is missing or",
-    '{"sentence1": "a", "sentence2": "b", "annotator_labels": []}': "gold_label is missing or no str",
-    '{"sentence1": "a", "sentence2": "b", "gold_label": "neutral"}': "annotator_labels is missing or no list",
+    '{"sentence1": "a", "sentence2": "b", "annotator_labels": []}': "gold_label is missing or not a str",
+    '{"sentence1": "a", "sentence2": "b", "gold_label": "neutral"}': "annotator_labels is missing or not a list",
     nli_line(["hidden"], "hidden").strip(): "a label must be one of contradiction, neutral, entailment, found 'hidden'",
     nli_line([E, "maybe"], E).strip(): "found 'maybe'",
     nli_line([["neutral"]], E).strip(): "found ['neutral']",
@@ -104,7 +106,7 @@ def test_a_broken_json_line_is_named_with_file_and_line(line: str, tmp_path: Pat
         read("snli", path, nli_line([N], N) + "\n" + line + "\n" + nli_line([C], C))
     assert str(caught.value).startswith(f"{path} line 3: ")
     assert BROKEN_JSON[line] in str(caught.value)
-    assert ". Mend " in str(caught.value)
+    assert ". Fix " in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
@@ -143,11 +145,11 @@ def test_reviews_without_stars_or_text_are_skipped_and_named(tmp_path: Path):
 
 
 BAD_YELP = {
-    "stars,text\n3,a\n6,b\n": "line 3: stars must be a whole number from 1 to 5, found '6'. Mend the row.",
+    "stars,text\n3,a\n6,b\n": "line 3: stars must be a whole number from 1 to 5, found '6'. Fix the row.",
     "stars,text\n0,a\n": "line 2: stars must be a whole number from 1 to 5, found '0'.",
     '"5","a"\n"good","b"\n': "line 2: stars must be a whole number from 1 to 5, found 'good'.",
     "stars,review\n3,a\n": "line 1: the header must have the comma-separated columns stars, text; text not found.",
-    'stars,text\n3,a\n4,"b\n5,c\n': "line 3: quotation marks must be doubled within a field and closed behind it",
+    'stars,text\n3,a\n4,"b\n5,c\n': "line 3: quotation marks must be doubled inside a field and closed at its end",
     'stars,text\n3,"a "quoted" word"\n': "line 2: quotation marks must be doubled",
 }
 
@@ -226,7 +228,7 @@ def test_the_tasks_own_label_column_goes_first(tmp_path: Path):
         (PAWS.replace("label", "gold"), "line 1: the header must have the tab-separated columns sentence1, sentence2, "
          "is_duplicate (or score, label); is_duplicate (or score, label) not found. Check that this is a file of"),
         (STSB.replace("sentence2", "text_b"), "sentence2 not found."),
-        (STSB, "line 2: score must be 0 or 1, found '3.8'. Mend the row."),
+        (STSB, "line 2: score must be 0 or 1, found '3.8'. Fix the row."),
     ],
 )  # fmt: skip
 def test_a_file_of_pairs_that_does_not_fit_is_refused(text: str, part: str, tmp_path: Path):
@@ -250,6 +252,40 @@ EXAMPLES = {
 
 def test_every_reader_has_an_example_and_reads_it():
     assert EXAMPLES.keys() == READERS.keys()
+
+
+FITTING = {
+    "handout": {"sst", "cfimdb", "para", "sts"},
+    "snli": {"sts"},
+    "mnli": {"sts"},
+    "yelp": {"sst"},
+    "quora_as_sts": {"sts"},
+    "tsv": {"para", "sts"},
+}
+
+
+@pytest.mark.parametrize("source", READERS)
+def test_a_reader_is_refused_for_every_task_that_it_does_not_fit(source: str):
+    assert {task.name for task in TASKS.values() if READERS[source].fits(task)} == FITTING[source]
+    path = Path(f"{source}:file")
+    for task in TASKS.values():
+        if task.name in FITTING[source]:
+            assert reader_of(task, path) == (READERS[source], Path("file"))
+            assert source in readers_for(task)
+        else:
+            with pytest.raises(InputError, match=f"the reader {source} is for .*, found {task.name}. Use one of "):
+                reader_of(task, path)
+            assert source not in readers_for(task)
+
+
+def test_a_reader_fits_by_what_a_task_is_not_by_its_name(tmp_path: Path):
+    other = replace(STS, name="relatedness", predicts=Number(1, 7))
+    assert readers_for(other) == readers_for(STS)
+    (tmp_path / "a.jsonl").write_text(nli_line([E], E) + nli_line([C], C) + nli_line([E, N], E))
+    found = read_examples(other, [Path(f"snli:{tmp_path}/a.jsonl")], labeled=True)
+    assert found.labels == pytest.approx([7, 1, (7 + 4.6) / 2])  # neutral is 0.6 of the range
+    ten = replace(SST, name="ten", predicts=Category(10))
+    assert readers_for(ten) == ["handout"]
 
 
 @pytest.mark.parametrize("source", READERS)
@@ -342,7 +378,7 @@ def classify(
     tmp_path: Path,
     run_main: Callable[..., Finished],
 ) -> Callable[..., Finished]:
-    """Runs multitask_classifier.py within this process, on small files; more flags come last."""
+    """Run multitask_classifier.py in this process on small files. Further flags come last."""
     write_more_data(task_files)
     given = {"--model": tiny_checkpoint, "--data": task_files, "--runs": tmp_path / "runs", "--name": "r"}
     given |= {"--predictions": tmp_path / "predictions", "--epochs": 1}
@@ -360,15 +396,15 @@ def test_a_run_on_more_data_notes_the_files_hashes_and_goes_on(classify: Callabl
     flags += ["--sts_train", f"snli:{extra[1]}", "--patience", 1]
     finished = classify(*flags)
     assert finished.status == 0, finished.err
-    assert "sst: train 17, dev 8 rows" in finished.out
-    assert "sts: train 9, dev 8 rows" in finished.out
+    assert "sst: train 17, dev 8, test 8 rows" in finished.out
+    assert "sts: train 9, dev 8, test 8 rows" in finished.out
     hashes = json.loads((tmp_path / "runs/r/args.json").read_text())["data_sha256"]
     assert {str(path): sha256(path.read_bytes()).hexdigest() for path in extra}.items() <= hashes.items()
     assert all(Path(path).is_file() for path in hashes)
     assert classify(*flags, "--resume").status == 0
     assert classify("--predict_only", "--run", tmp_path / "runs/r").status == 0
     extra[1].write_text(extra[1].read_text() * 2)
-    assert f"{extra[1]} changed since it was started" in the_error(classify(*flags, "--resume"))
+    assert f"{extra[1]} changed since the run was started" in the_error(classify(*flags, "--resume"))
     flags[4] = f"mnli:{extra[1]}"
     assert "was started with --sts_train" in the_error(classify(*flags, "--resume"))
 
@@ -407,7 +443,7 @@ def test_a_broken_line_ends_the_script_in_one_line(classify: Callable, task_file
 
 
 def write_long_nli(path: Path, rows: int) -> None:
-    """As long as SNLI's: some 14 words and 8, and parses that make up three quarters of the file."""
+    """Write lines as long as SNLI's: about 14 and 8 words, and parses that make up three quarters of the file."""
     draw = random.Random(0)
     words = ["a", "man", "in", "the", "blue", "shirt", "is", "playing", "outside", "with", "two", "brown", "dogs"]
 
@@ -423,7 +459,7 @@ def write_long_nli(path: Path, rows: int) -> None:
 
 
 def test_a_file_is_never_held_whole(tmp_path: Path):
-    """Line by line: beside the rows kept, nothing grows with the file."""
+    """Files are read line by line: apart from the rows that are kept, memory does not grow with the file."""
     path = tmp_path / "long.jsonl"
     write_long_nli(path, 20_000)
     tracemalloc.start()
@@ -480,7 +516,7 @@ print(len(split), used.ru_utime + used.ru_stime, used.ru_maxrss // 1024)
 
 @pytest.mark.slow
 def test_550000_pairs_are_read_and_tokenized_within_two_minutes_and_a_gigabyte(tmp_path: Path):
-    """Two minutes of CPU time, all threads together: what else runs on the machine does not count."""
+    """Measures the CPU time of all threads together, so that other work on the machine does not count."""
     path = tmp_path / "snli.jsonl"
     write_long_nli(path, 550_000)
     command = [sys.executable, "-c", READ_ALL, f"snli:{path}"]

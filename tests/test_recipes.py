@@ -11,15 +11,17 @@ from conftest import ROOT, run_script, write_more_data, write_task_files
 
 import ensemble
 import multitask_classifier
-from datasets import read_examples
-from multitask_classifier import build_parser, get_args
+import trials
+from multitask_classifier import get_args
+from multitask_flags import parser
+from readers import read_examples
 from tasks import PARA, SST, STS
 
 FOLDER = ROOT / "recipes"
 README = (FOLDER / "README.md").read_text(encoding="utf-8")
-# and all of minilm/ and extensions/: they name their model
+# These, and all recipes in minilm/ and extensions/, name their model.
 OUR_OWN = {"quickstart", "best", "classifier-quickstart", "classifier-minilm-finetune"}
-# The rows of the papers' tables, by the name of their recipe: none may get lost.
+# The rows of the papers' tables, by the name of their recipe. Every row must have one.
 ROWS = [
     "parts/baseline-last-linear", "parts/baseline-full", "parts/pos", "parts/siamese", "parts/combined",
     "parts/gradient-surgery", "parts/cosine", "parts/sigmoid", "parts/surgery-sigmoid",
@@ -43,16 +45,16 @@ def name_of(path: Path) -> str:
 
 
 def script_of(path: Path) -> str:
-    """The script that a recipe is for, by the command in its comment: `#   python SCRIPT.py @recipes/NAME.txt`."""
+    """The script that a recipe is for, from the command in its comment: `#   python SCRIPT.py @recipes/NAME.txt`."""
     command = rf"^# .*\bpython3? (\w+)\.py @recipes/{re.escape(name_of(path))}\.txt"
     found = re.search(command, path.read_text(encoding="utf-8"), flags=re.M)
-    assert found, f"{path}: its comment must tell the command, `#   python SCRIPT.py @recipes/{name_of(path)}.txt`"
+    assert found, f"{path}: its comment must contain the command, `#   python SCRIPT.py @recipes/{name_of(path)}.txt`"
     return found[1]
 
 
 RECIPES = {name_of(path): path for path in sorted(FOLDER.rglob("*.txt"))}
 SCRIPTS = {name: script_of(path) for name, path in RECIPES.items()}
-DRY = [name for name, script in SCRIPTS.items() if script not in ("classifier", "ensemble")]  # with --dry_run
+DRY = [name for name, script in SCRIPTS.items() if script not in ("classifier", "ensemble")]  # scripts with --dry_run
 PART_2 = [name for name, script in SCRIPTS.items() if script == "multitask_classifier"]
 ENSEMBLES = [name for name, script in SCRIPTS.items() if script == "ensemble"]
 OF_PAPERS = [name for name in PART_2 if name in ROWS]
@@ -74,7 +76,7 @@ def comment_of(name: str) -> str:
     return "\n".join(line for line in RECIPES[name].read_text(encoding="utf-8").splitlines() if line.startswith("#"))
 
 
-# --- what there is ----------------------------------------------------------------------------------------------------
+# --- the table --------------------------------------------------------------------------------------------------------
 
 
 def test_every_recipe_is_in_the_table() -> None:
@@ -99,16 +101,19 @@ def test_the_readme_runs_only_recipes_that_exist() -> None:
         assert name in RECIPES
 
 
-# --- what they say ----------------------------------------------------------------------------------------------------
+# --- contents ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_every_recipe_parses_and_is_consistent(name: str) -> None:
-    importlib.import_module(SCRIPTS[name]).get_args([f"@{RECIPES[name]}"])
+def test_every_recipe_parses_and_is_consistent(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    args = importlib.import_module(SCRIPTS[name]).get_args([f"@{RECIPES[name]}"])
+    if SCRIPTS[name] == "sweep":
+        trials.with_trials(args)
+    assert capsys.readouterr().err == "", "no flag of a recipe makes another one pointless"
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_no_flag_is_set_twice_in_a_recipe_and_none_that_is_the_users(name: str) -> None:
+def test_a_recipe_sets_no_flag_twice_and_none_that_depends_on_the_user(name: str) -> None:
     flags = flags_in(name)
     assert len(flags) == len(set(flags))
     assert not set(flags) & {"--name", "--use_gpu", "--seed", "--runs", "--predictions", "--dry_run"}
@@ -138,15 +143,14 @@ def test_a_papers_recipe_cites_paper_and_figures_as_the_table_does(name: str) ->
 
 def test_the_rows_of_a_paper_differ() -> None:
     """Two rows with the same flags would be one system under two names."""
-    parser = build_parser()
     seen: dict[str, str] = {}
     for name in OF_PAPERS:
-        flags = repr(sorted(vars(parser.parse_args([f"@{RECIPES[name]}"])).items(), key=lambda item: item[0]))
+        flags = repr(sorted(vars(parser().parse_args([f"@{RECIPES[name]}"])).items(), key=lambda item: item[0]))
         assert flags not in seen, f"{name} is {seen.get(flags)}"
         seen[flags] = name
 
 
-# --- that they run ----------------------------------------------------------------------------------------------------
+# --- runs -------------------------------------------------------------------------------------------------------------
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -160,13 +164,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_teacher(folder: Path, data: Path) -> None:
-    """Logits of all training rows, as an ensemble keeps them."""
+    """Write logits of all training rows, as in the directory of an ensemble."""
     folder.mkdir(parents=True)
     for task in (SST, PARA, STS):
         examples = read_examples(task, [data / task.filename("train")], labeled=True)
-        np.savez(
-            folder / f"{task.name}-train.npz", ids=examples.ids, logits=np.zeros((len(examples), task.num_outputs))
-        )
+        logits = np.zeros((len(examples), task.predicts.num_logits))
+        np.savez(folder / f"{task.name}-train.npz", ids=examples.ids, logits=logits)
 
 
 @pytest.mark.usefixtures("tags_offline")
@@ -180,13 +183,13 @@ def test_every_recipe_runs_two_steps(
     tmp_path: Path,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    if "--sts_train" in flags_in(name):  # it names files in data/, wherever --data points
+    if "--sts_train" in flags_in(name):  # the recipe names files in data/, wherever --data points
         write_task_files(tmp_path / "data")
         write_more_data(tmp_path / "data")
     if "--teacher" in flags_in(name):
         write_teacher(tmp_path / "runs" / "ensemble", data)
     before = sorted(tmp_path.rglob("*"))
-    folder = data if SCRIPTS[name] != "pretrain" else ROOT / "data" / "sample"  # of which it holds out a tenth
+    folder = data if SCRIPTS[name] != "pretrain" else ROOT / "data" / "sample"  # a tenth of it is held out
     argv = [f"@{RECIPES[name]}", "--model", str(tiny_checkpoint), "--data", str(folder), "--dry_run"]
     if "--keep_layers" in flags_in(name):
         argv += ["--keep_layers", "1"]  # of two
@@ -203,13 +206,13 @@ def test_every_recipe_runs_two_steps(
 
 
 @pytest.fixture(scope="module")
-def stems(tiny_checkpoint: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs_to_combine(tiny_checkpoint: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the runs that the recipes for ensemble.py name, trained by the commands in their comments."""
-    folder = tmp_path_factory.mktemp("stems")
+    folder = tmp_path_factory.mktemp("combine")
     commands = {c for n in ENSEMBLES for c in re.findall(r"python (multitask_classifier.py @.+)", comment_of(n))}
     for command in sorted(commands):
         script, recipe, *flags = (part for part in command.split() if part != "--use_gpu")
-        given = ["--model", tiny_checkpoint, "--data", data, "--predictions", folder / "stems", "--epochs", 1]
+        given = ["--model", tiny_checkpoint, "--data", data, "--predictions", folder / "predictions", "--epochs", 1]
         with pytest.MonkeyPatch.context() as patch:
             patch.chdir(folder)
             patch.setattr(sys, "argv", [script, f"@{ROOT}/{recipe[1:]}", *flags, *map(str, given)])
@@ -219,9 +222,13 @@ def stems(tiny_checkpoint: Path, data: Path, tmp_path_factory: pytest.TempPathFa
 
 @pytest.mark.parametrize("name", ENSEMBLES)
 def test_every_recipe_for_ensembles_runs_on_the_runs_that_it_names(
-    name: str, stems: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    name: str,
+    runs_to_combine: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.chdir(stems)
+    monkeypatch.chdir(runs_to_combine)
     flags = ["--runs", tmp_path / "runs", "--name", "r", "--predictions", tmp_path / "predictions"]
     monkeypatch.setattr(sys, "argv", ["ensemble.py", f"@{RECIPES[name]}", *map(str, flags)])
     ensemble.main()
@@ -237,7 +244,7 @@ def test_a_recipe_runs_from_the_command_line(name: str, tiny_checkpoint: Path, d
     assert "dry run: two steps of everything went through" in result.stdout
 
 
-def test_the_quickstart_runs_as_it_stands() -> None:
+def test_the_quickstart_runs_unchanged() -> None:
     result = run_script("multitask_classifier.py", "@recipes/quickstart.txt", "--dry_run", OMP_NUM_THREADS="1")
     assert result.returncode == 0, result.stderr
     assert "finetune minilm" in result.stdout

@@ -1,4 +1,4 @@
-"""Samplers: exact counts, exact orders where they are promised, frequencies where steps are drawn."""
+"""Samplers: exact counts, exact orders for fixed samplers, frequencies for random ones."""
 
 import argparse
 import itertools
@@ -8,6 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from flags import ArgumentParser
 from sampling import SAMPLERS, Drawn, Sampler, add_arguments, build_sampler
 from utils import InputError
 
@@ -23,26 +24,26 @@ def sampler(name: str, batches: dict[str, int] = BATCHES, epochs: int = 4, seed:
 
 @pytest.mark.parametrize("steps_per_epoch", [None, 1, 2, 7, 1000])
 @pytest.mark.parametrize("name", sorted(SAMPLERS))
-def test_the_total_is_exact_and_the_epoch_as_long_as_promised(name: str, steps_per_epoch: int | None) -> None:
+def test_every_epoch_has_the_stated_length(name: str, steps_per_epoch: int | None) -> None:
     ours = sampler(name, steps=steps_per_epoch)
-    lengths = [len(list(ours.steps(epoch))) for epoch in range(1, 5)]
-    assert ours.total_steps() == sum(lengths)
     wanted = steps_per_epoch or LENGTHS[name]
-    assert lengths == [wanted if name in DRAWN else min(wanted, LENGTHS[name])] * 4
+    length = wanted if name in DRAWN else min(wanted, LENGTHS[name])
+    assert ours.length() == length
+    assert [len(list(ours.steps(epoch))) for epoch in range(1, 5)] == [length] * 4
 
 
 @pytest.mark.parametrize("name", sorted(SAMPLERS))
-def test_a_step_names_known_tasks_once_and_as_many_as_the_sampler_says(name: str) -> None:
+def test_a_step_has_known_tasks_without_repetition_and_as_many_as_the_sampler_states(name: str) -> None:
     for epoch in (1, 4):
         for step in sampler(name).steps(epoch):
             assert isinstance(step, tuple)
-            assert list(step) == [task for task in BATCHES if task in step], "in the order of the tasks, each once"
+            assert list(step) == [task for task in BATCHES if task in step], "in the order of BATCHES, each once"
             assert {"one": len(step) == 1, "all": len(step) >= 1}[sampler(name).tasks_per_step]
 
 
 @pytest.mark.parametrize("name", sorted(SAMPLERS))
-def test_steps_depend_on_seed_and_epoch_alone(name: str) -> None:
-    """A run resumed in epoch 3 sees what the whole run saw there; numpy's global generator is left alone."""
+def test_steps_depend_only_on_seed_and_epoch(name: str) -> None:
+    """A run resumed in epoch 3 sees the same steps as an uninterrupted one; numpy's global generator is not used."""
     whole = sampler(name)
     epochs = [list(whole.steps(epoch)) for epoch in range(1, 5)]
     np.random.seed(5)
@@ -64,20 +65,20 @@ def test_every_batch_of_every_task_is_seen_once(name: str) -> None:
     assert Counter(task for step in sampler(name).steps(2) for task in step) == BATCHES
 
 
-def test_sequential_takes_one_whole_task_after_the_other() -> None:
+def test_sequential_takes_one_whole_task_after_another() -> None:
     assert list(sampler("sequential").steps(1)) == [("sst",)] * 5 + [("para",)] * 12 + [("sts",)] * 3
 
 
-def test_combined_ends_with_the_shortest_task() -> None:
+def test_combined_ends_with_the_smallest_task() -> None:
     assert list(sampler("combined").steps(1)) == [("sst", "para", "sts")] * 3
 
 
-def test_in_round_robin_a_task_that_has_run_out_drops_out() -> None:
+def test_round_robin_drops_a_task_that_has_run_out() -> None:
     expected = [("sst", "para", "sts")] * 3 + [("sst", "para")] * 2 + [("para",)] * 7
     assert list(sampler("round_robin").steps(1)) == expected
 
 
-def test_balanced_has_every_task_in_every_step_until_the_longest_ends() -> None:
+def test_balanced_has_every_task_in_every_step_until_the_largest_runs_out() -> None:
     assert list(sampler("balanced").steps(1)) == [("sst", "para", "sts")] * 12
 
 
@@ -98,7 +99,7 @@ def test_tasks_are_drawn_with_probability_n_to_the_alpha(name: str, epoch: int) 
         assert abs(counts[task] / n - p) < 5 * math.sqrt(p * (1 - p) / n), task
 
 
-def test_annealing_goes_from_proportional_to_a_fifth_and_stands_a_single_epoch() -> None:
+def test_annealing_lowers_alpha_from_1_to_one_fifth_and_allows_a_single_epoch() -> None:
     """Stickland & Murray 2019: alpha = 1 - 0.8 (e - 1) / (E - 1)."""
     ours = sampler("annealed", epochs=5)
     assert [ours.exponent(e) for e in range(1, 6)] == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2])
@@ -106,7 +107,7 @@ def test_annealing_goes_from_proportional_to_a_fifth_and_stands_a_single_epoch()
 
 
 def test_drawn_tasks_are_mixed_within_an_epoch() -> None:
-    """Independent draws: a step says nothing about the next."""
+    """Draws are independent: a step does not predict the next one."""
     steps = [task for (task,) in sampler("uniform", steps=30_000).steps(1)]
     same = sum(a == b for a, b in itertools.pairwise(steps)) / 30_000
     assert abs(same - 1 / 3) < 5 * math.sqrt(2 / 9 / 30_000)
@@ -118,16 +119,15 @@ def test_a_task_without_batches_is_refused(name: str) -> None:
         sampler(name, {"sst": 3, "para": 0})
 
 
-def test_flags_choose_the_sampler_and_its_length(capsys) -> None:
-    parser = argparse.ArgumentParser()
+def test_flags_choose_the_sampler_and_its_length() -> None:
+    parser = ArgumentParser("test", "")
     add_arguments(parser)
     for name, kind in SAMPLERS.items():
         args = parser.parse_args(["--sampler", name, "--steps_per_epoch", "2"])
         ours = build_sampler(argparse.Namespace(**vars(args), epochs=3, seed=1), BATCHES)
         assert type(ours) is kind
-        assert ours.total_steps() == 6
+        assert (ours.epochs, ours.length()) == (3, 2)
     assert parser.parse_args([]).sampler == "round_robin"
     assert parser.parse_args([]).steps_per_epoch is None
-    with pytest.raises(SystemExit):
+    with pytest.raises(InputError, match="at least 1"):
         parser.parse_args(["--steps_per_epoch", "0"])
-    assert "at least 1" in capsys.readouterr().err

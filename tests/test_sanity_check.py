@@ -1,4 +1,4 @@
-"""sanity_check.py prints one line of success, and notices a wrong BERT."""
+"""sanity_check.py prints one line on success, and detects a wrong BERT."""
 
 import math
 
@@ -11,7 +11,7 @@ import sanity_check
 from utils import InputError
 
 
-def test_sanity_check_prints_one_line_of_success() -> None:
+def test_sanity_check_prints_one_line_on_success() -> None:
     result = run_script("sanity_check.py")
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("Your BERT implementation is correct!")
@@ -19,19 +19,19 @@ def test_sanity_check_prints_one_line_of_success() -> None:
 
 
 @pytest.mark.parametrize(("course", "named"), [(None, ""), (0.0, ", bert-base-uncased")])
-def test_the_line_names_every_check_that_was_made(course, named: str, monkeypatch, capsys) -> None:
+def test_the_line_names_every_check_that_was_run(course, named: str, monkeypatch, capsys) -> None:
     monkeypatch.setattr(sanity_check, "check_course", lambda: course)
     assert sanity_check.main() == 0
     expected = f"Your BERT implementation is correct! (minilm, a small random BERT{named})\n"
     assert capsys.readouterr().out == expected
 
 
-@pytest.mark.parametrize(("off", "status"), [(9e-6, 0), (2e-5, 1), (math.nan, 1)])
+@pytest.mark.parametrize(("error", "status"), [(9e-6, 0), (2e-5, 1), (math.nan, 1)])
 @pytest.mark.parametrize("check", ["check_minilm", "check_tiny", "check_course"])
-def test_each_check_must_come_within_a_hundred_thousandth(check: str, off: float, status: int, monkeypatch) -> None:
+def test_each_check_allows_an_error_of_at_most_1e_5(check: str, error: float, status: int, monkeypatch) -> None:
     for name in ("check_minilm", "check_tiny", "check_course"):
         monkeypatch.setattr(sanity_check, name, lambda: 0.0)
-    monkeypatch.setattr(sanity_check, check, lambda: off)
+    monkeypatch.setattr(sanity_check, check, lambda: error)
     assert sanity_check.main() == status
 
 
@@ -56,8 +56,8 @@ def test_sanity_check_fails_on_a_wrong_attention(wrong, monkeypatch, capsys) -> 
     assert "FAILED" in capsys.readouterr().err
 
 
-def test_the_courses_own_reference_is_used_where_it_is_at_hand(monkeypatch, tmp_path, tiny_checkpoint) -> None:
-    """With the course's file and weights (here: a tiny stand-in for both), the third check runs and can fail."""
+def test_the_courses_own_reference_is_used_if_it_is_available(monkeypatch, tmp_path, tiny_checkpoint) -> None:
+    """With the course's file and weights (here a tiny replacement for both), the third check runs and can fail."""
     from bert import BertModel
     from tokenizer import BertTokenizer
 
@@ -74,9 +74,9 @@ def test_the_courses_own_reference_is_used_where_it_is_at_hand(monkeypatch, tmp_
         assert sanity_check.check_course() > 0.1, wrong
 
 
-def test_without_the_courses_weights_that_check_is_left_out(monkeypatch, tmp_path) -> None:
+def test_without_the_courses_weights_its_check_is_skipped(monkeypatch, tmp_path) -> None:
     def find_checkpoint(name: str) -> None:
-        raise InputError(f"{name}: not to be had")
+        raise InputError(f"{name}: not available")
 
     (tmp_path / "sanity_check.data").touch()
     monkeypatch.setattr(sanity_check, "COURSE_FILE", tmp_path / "sanity_check.data")
@@ -84,6 +84,6 @@ def test_without_the_courses_weights_that_check_is_left_out(monkeypatch, tmp_pat
     assert sanity_check.check_course() is None
 
 
-def test_without_the_courses_file_that_check_is_left_out(monkeypatch, tmp_path) -> None:
+def test_without_the_courses_file_its_check_is_skipped(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(sanity_check, "COURSE_FILE", tmp_path / "nowhere")
     assert sanity_check.check_course() is None

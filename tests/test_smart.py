@@ -1,8 +1,10 @@
-"""smart.py: every regularizer on the three kinds of batch; TRAPS 19 to 25; the mathematics against float64 oracles."""
+"""Every regularizer on three kinds of batch (docs/PITFALLS.md, 19 to 25), and formulas against float64 references."""
 
 import argparse
 import io
+import itertools
 import math
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,17 +15,33 @@ from torch import Tensor, nn
 import smart
 from bert import BertModel, Dropout
 from config import BertConfig
-from multitask_classifier import MultitaskBERT
-from smart import NORMS, REGULARIZERS, STARTS, VARIANTS, Bregman, RDrop, Smart, add_arguments, build_regularizer
-from tasks import TASKS, Batch, Encoded, Output, stack
-from utils import ArgumentParser
+from flags import ArgumentParser
+from model import Branch, MultitaskBERT
+from smart import (
+    NORMS,
+    REGULARIZERS,
+    STARTS,
+    VARIANTS,
+    Bregman,
+    RDrop,
+    Regularizer,
+    Smart,
+    Sum,
+    add_arguments,
+    build_regularizer,
+    parts_of,
+)
+from tasks import SST, TASKS, Batch, Category, Encoded, Number, Output, Probability, Target, stack
+from utils import InputError
 
 TASK_NAMES = ["sst", "para", "sts"]  # one sentence: category; bi-encoded pair: probability; joined pair: number
-ACTIVE = sorted(REGULARIZERS.keys() - {"none"})
+PARTS = {"smart": Smart, "bregman": Bregman, "rdrop": RDrop}
+ACTIVE = ["+".join(names) for n in (1, 2, 3) for names in itertools.combinations(PARTS, n)]  # every sum there is
+EVERY = ["none", *ACTIVE]
 
 
 class SmallModel(nn.Module):
-    """A BERT with three heads and the `predict` that smart.py asks for."""
+    """A BERT with three heads and the `predict` method that smart.py needs."""
 
     def __init__(self, bert: BertModel, dropout: float):
         super().__init__()
@@ -46,7 +64,9 @@ class SmallModel(nn.Module):
         logits = self.head(batch, vectors)
         if random_state is not None:
             torch.set_rng_state(before)
-        return Output(logits, vectors, embeddings, before) if self.training else Output(logits, vectors)
+        if not self.training:
+            return Output(logits, vectors)
+        return Output(logits, vectors, embeddings, before, again=partial(self.predict, batch))
 
     def head(self, batch: Batch, vectors: tuple[Tensor, ...]) -> Tensor:
         if len(vectors) == 2:
@@ -84,17 +104,17 @@ def twice(batch: Batch) -> Batch:
 
 
 def flags(*given: str) -> argparse.Namespace:
-    parser = ArgumentParser()
+    parser = ArgumentParser("smart.py", "")
     add_arguments(parser)
     return parser.parse_args(given)
 
 
-def build(name: str, model: SmallModel, *given: str) -> smart.Regularizer:
-    return build_regularizer(flags("--regularizer", name, *given), model)
+def build(spec: str, model: SmallModel, *given: str) -> Regularizer:
+    return build_regularizer(flags("--regularizer", spec, *given), model)
 
 
 def moved(model: SmallModel) -> None:
-    """As an optimizer step would: every parameter a little elsewhere."""
+    """Move every parameter a little, as an optimizer step would."""
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for p in model.parameters():
@@ -121,7 +141,7 @@ def test_none_is_exactly_zero(task: str) -> None:
 @pytest.mark.parametrize("task", TASK_NAMES)
 @pytest.mark.parametrize("name", ACTIVE)
 def test_every_term_is_positive_on_every_kind_of_task(name: str, task: str, variant: int) -> None:
-    """TRAPS 19: a softmax over one logit would make paraphrase and similarity zero."""
+    """A softmax over one logit would make the term zero for paraphrase and similarity (docs/PITFALLS.md, 19)."""
     model, batch = small_model(), batch_of(task)
     regularizer = build(name, model, "--smart_variant", str(variant))
     moved(model)
@@ -134,7 +154,7 @@ def test_every_term_is_positive_on_every_kind_of_task(name: str, task: str, vari
 @pytest.mark.parametrize("task", TASK_NAMES)
 @pytest.mark.parametrize("name", ACTIVE)
 def test_every_term_changes_the_gradient_of_the_trained_weights(name: str, task: str) -> None:
-    """TRAPS 19: it is not computed and thrown away. It reaches the encoder, its embeddings and the task's head."""
+    """The term is used: it reaches the encoder, its embeddings and the task's head (docs/PITFALLS.md, 19)."""
     model, batch = small_model(), batch_of(task)
     regularizer = build(name, model)
     moved(model)
@@ -150,9 +170,9 @@ def test_every_term_changes_the_gradient_of_the_trained_weights(name: str, task:
 
 @pytest.mark.parametrize("start", sorted(STARTS))
 @pytest.mark.parametrize("task", TASK_NAMES)
-@pytest.mark.parametrize("name", sorted(REGULARIZERS))
+@pytest.mark.parametrize("name", EVERY)
 def test_calling_a_term_leaves_gradients_modes_and_weights_alone(name: str, task: str, start: str) -> None:
-    """TRAPS 23, for the ascent and all else; and a frozen part that is in eval mode stays in it."""
+    """The ascent changes no .grad (docs/PITFALLS.md, 23), and a frozen part that is in eval mode stays in eval mode."""
     model, batch = small_model(), batch_of(task)
     regularizer = build(name, model, "--smart_start", start)
     moved(model)
@@ -174,9 +194,9 @@ def test_calling_a_term_leaves_gradients_modes_and_weights_alone(name: str, task
 
 
 @pytest.mark.parametrize("task", TASK_NAMES)
-@pytest.mark.parametrize("name", sorted(REGULARIZERS))
+@pytest.mark.parametrize("name", EVERY)
 def test_a_batch_written_twice_has_the_same_term(name: str, task: str, monkeypatch) -> None:
-    """TRAPS 25: without dropout, and with the same noise for the copies, the size of the batch changes nothing."""
+    """Without dropout and with the same noise, the batch size does not change the term (docs/PITFALLS.md, 25)."""
     model, batch = small_model(dropout=0), batch_of(task)
     regularizer = build(name, model)
     moved(model)
@@ -195,7 +215,7 @@ def test_a_batch_written_twice_has_the_same_term(name: str, task: str, monkeypat
     torch.testing.assert_close(once, again, rtol=1e-2, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", sorted(REGULARIZERS))
+@pytest.mark.parametrize("name", EVERY)
 def test_the_state_survives_a_file_of_weights_only(name: str) -> None:
     model = small_model()
     regularizer = build(name, model)
@@ -232,7 +252,7 @@ def test_half_precision_gives_a_float32_term_with_finite_gradients(name: str, ta
     assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
 
 
-@pytest.mark.parametrize("name", sorted(REGULARIZERS))
+@pytest.mark.parametrize("name", EVERY)
 def test_a_term_of_weight_two_is_twice_the_term(name: str) -> None:
     model, batch = small_model(), batch_of("sst")
     weights = [f"--{part}_weight=2" for part in ("smart", "bregman", "rdrop")]
@@ -253,7 +273,7 @@ def test_a_term_of_weight_two_is_twice_the_term(name: str) -> None:
 @pytest.mark.parametrize("norm", sorted(NORMS))
 @pytest.mark.parametrize("task", TASK_NAMES)
 def test_the_perturbation_is_in_the_ball_and_off_the_padding(task: str, norm: str, steps: int, start: str) -> None:
-    """TRAPS 21: every real token's perturbation has the radius as its norm, less what epsilon takes."""
+    """The norm of every real token's perturbation is the radius, up to epsilon (docs/PITFALLS.md, 21)."""
     model, batch = small_model(), batch_of(task)
     term = Smart(norm=norm, radius=0.03, steps=steps, start=start)
     noise = term.perturbation(model, batch, model.predict(batch))
@@ -278,7 +298,7 @@ def minilm() -> SmallModel:
 @pytest.mark.parametrize("norm", sorted(NORMS))
 @pytest.mark.parametrize("task", TASK_NAMES)
 def test_the_perturbation_is_adversarial(task: str, norm: str, variant: int, start: str) -> None:
-    """TRAPS 20: it changes the output far more than random noise of the same norm, for every seed."""
+    """It changes the output far more than random noise of the same norm, for every seed (docs/PITFALLS.md, 20)."""
     check_adversarial(small_model(), task, Smart(norm=norm, variant=variant, start=start), factor=2, seeds=3)
 
 
@@ -289,7 +309,7 @@ def test_the_perturbation_of_minilm_is_adversarial(minilm: SmallModel, task: str
 
 
 def check_adversarial(model: SmallModel, task: str, term: Smart, factor: float, seeds: int) -> None:
-    batch, kind = batch_of(task), TASKS[task].kind
+    batch, target = batch_of(task), TASKS[task].predicts
     for seed in range(seeds):
         torch.manual_seed(seed)
         output = model.predict(batch)
@@ -298,7 +318,7 @@ def check_adversarial(model: SmallModel, task: str, term: Smart, factor: float, 
         random *= term.norm(found) / term.norm(random)
         with torch.no_grad():
             passes = [model.predict(batch, output.embeddings + x, output.random_state) for x in (found, random)]
-        strong, weak = (term.outer(kind, output.logits, other.logits).mean() for other in passes)
+        strong, weak = (term.outer(target, output.logits, other.logits).mean() for other in passes)
         assert strong > factor * weak > 0, f"seed {seed}"
 
 
@@ -314,7 +334,7 @@ def test_more_steps_find_no_weaker_perturbation(task: str) -> None:
 
 @pytest.mark.parametrize("task", TASK_NAMES)
 def test_without_a_perturbation_the_term_is_exactly_zero_in_training_mode(task: str, monkeypatch) -> None:
-    """TRAPS 22: all passes have the same dropout masks."""
+    """All passes use the same dropout masks (docs/PITFALLS.md, 22)."""
     model, batch = small_model(dropout=0.3), batch_of(task)
     term = Smart()
     monkeypatch.setattr(term, "perturbation", lambda model, batch, output: torch.zeros_like(output.embeddings))
@@ -331,12 +351,12 @@ def test_the_term_is_the_weighted_divergence_at_the_perturbation(task: str) -> N
     noise = term.perturbation(model, batch, output)
     perturbed = model.predict(batch, output.embeddings + noise, output.random_state)
     torch.set_rng_state(before)
-    expected = 3 * oracle(TASKS[task].kind, output.logits, perturbed.logits).mean()
+    expected = 3 * oracle(TASKS[task].predicts, output.logits, perturbed.logits).mean()
     assert term(model, batch, output).item() == pytest.approx(expected, rel=1e-4)
 
 
 def test_the_gradient_passes_through_both_outputs() -> None:
-    """The head's bias moves both numbers alike: its gradient cancels, unlike with a constant clean one."""
+    """The head's bias shifts both outputs equally, so its gradient cancels unless the clean output is detached."""
     model, batch = small_model(dropout=0), batch_of("sts")
     Smart()(model, batch, model.predict(batch)).backward()
     assert model.heads["sts"].weight.grad.abs().max() > 1e-3
@@ -345,9 +365,9 @@ def test_the_gradient_passes_through_both_outputs() -> None:
 
 @pytest.mark.parametrize("task", TASK_NAMES)
 def test_both_starts_find_the_same_direction_for_one_logit_up_to_its_sign(task: str) -> None:
-    """And a like one for five: the first gradient is a combination of the logits' gradients by the embeddings."""
+    """For five logits the directions are similar: the first gradient combines the gradients of the logits."""
     model, batch = small_model(), batch_of(task)
-    model.double()  # kernels.py steps aside, and rounding with it
+    model.double()  # avoids the float32 kernels and most of the rounding
     output = model.predict(batch)
     a, b = (Smart(start=start, sigma=1e-6).perturbation(model, batch, output) for start in ("embeddings", "logits"))
     real = stack(batch.sentences).attention_mask.bool()
@@ -363,30 +383,31 @@ def test_starting_at_the_logits_is_adversarial_in_bfloat16(task: str) -> None:
 
 @pytest.mark.parametrize("start", sorted(STARTS))
 def test_smart_works_on_frozen_embeddings(start: str, tiny_checkpoint: Path) -> None:
-    """As where only adapters train: the multitask model's clean pass can be differentiated by them all the same."""
-    model = MultitaskBERT(argparse.Namespace(model=str(tiny_checkpoint), option="finetune", tasks=["sst"])).train()
-    model.bert.requires_grad_(False)
+    """As when only adapters train: the clean pass must still be differentiable with respect to the embeddings."""
+    bert = BertModel.from_pretrained(str(tiny_checkpoint))
+    model = MultitaskBERT(bert, [Branch(SST)], train_encoder=False).train()
+    assert not any(p.requires_grad for p in bert.parameters())
     batch = batch_of("sst")
     assert Smart(start=start)(model, batch, model.predict(batch)).item() > 0
 
 
 def test_power_iterations_on_the_logits_find_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where three grades are ruled out, most random directions of the five logits change hardly anything."""
+    """If three grades are very unlikely, most random directions of the five logits change hardly anything."""
     found = {}
     for iterations in (1, 8):
         monkeypatch.setattr(Smart, "POWER_ITERATIONS", iterations)
         model, batch = small_model(), batch_of("sst")
-        model.heads["sst"].bias.data = torch.tensor([4.0, 4.0, 0.0, 0.0, 0.0])  # between two grades, the rest ruled out
+        model.heads["sst"].bias.data = torch.tensor([4.0, 4.0, 0.0, 0.0, 0.0])  # the other three are very unlikely
         torch.manual_seed(5)
         found[iterations] = sum(Smart()(model, batch, model.predict(batch)).item() for _ in range(20))
     assert found[8] > 1.03 * found[1]
 
 
-def test_smart_on_kept_vectors_or_in_eval_mode_says_what_it_needs() -> None:
+def test_smart_on_stored_vectors_or_in_eval_mode_says_what_it_needs() -> None:
     model = small_model()
-    kept = Batch("sst", ["a"], (), torch.tensor([1]), (torch.randn(1, 32),))
+    stored = Batch("sst", ["a"], (), torch.tensor([1]), (torch.randn(1, 32),))
     with pytest.raises(ValueError, match=r"needs the embeddings .* Train the encoder"):
-        Smart()(model, kept, model.predict(kept))
+        Smart()(model, stored, model.predict(stored))
     model.eval()
     with pytest.raises(ValueError, match="training mode"):
         Smart()(model, batch_of("sst"), model.predict(batch_of("sst")))
@@ -395,52 +416,57 @@ def test_smart_on_kept_vectors_or_in_eval_mode_says_what_it_needs() -> None:
 # --- divergences ------------------------------------------------------------------------------------------------------
 
 
-def distribution(kind: str, logits: Tensor) -> np.ndarray:
+TARGETS = {"category": Category(5), "probability": Probability(), "number": Number(0, 5), "number 1-7": Number(1, 7)}
+
+
+def distribution(target: Target, logits: Tensor) -> np.ndarray:
     x = logits.detach().double().numpy()
-    if kind == "category":
+    if isinstance(target, Category):
         return np.exp(x) / np.exp(x).sum(axis=1, keepdims=True)
-    if kind == "number":
-        x = 0.8 * (x - 2.5)
+    if isinstance(target, Number):
+        x = 4 * (x - (target.low + target.high) / 2) / (target.high - target.low)
     p = 1 / (1 + np.exp(-x))
-    return np.concatenate([p, 1 - p], axis=1)
+    return np.concatenate([1 - p, p], axis=1)
 
 
-def oracle_kl(kind: str, reference: Tensor, other: Tensor) -> np.ndarray:
-    p, q = distribution(kind, reference), distribution(kind, other)
+def oracle_kl(target: Target, reference: Tensor, other: Tensor) -> np.ndarray:
+    p, q = distribution(target, reference), distribution(target, other)
     return (p * np.log(p / q)).sum(axis=1)
 
 
-def oracle(kind: str, reference: Tensor, other: Tensor) -> np.ndarray:
-    """The paper's l_s."""
-    if kind == "number":
+def oracle(target: Target, reference: Tensor, other: Tensor) -> np.ndarray:
+    """The divergence l_s of the paper."""
+    if isinstance(target, Number):
         return ((reference - other).detach().double().numpy() ** 2).sum(axis=1)
-    return oracle_kl(kind, reference, other) + oracle_kl(kind, other, reference)
+    return oracle_kl(target, reference, other) + oracle_kl(target, other, reference)
 
 
-@pytest.mark.parametrize("kind", ["category", "probability", "number"])
-def test_divergences_equal_their_definitions(kind: str) -> None:
+@pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
+def test_divergences_equal_their_definitions(target: Target) -> None:
     torch.manual_seed(0)
-    a, b = (3 * torch.randn(50, 5 if kind == "category" else 1) for _ in range(2))
-    both = oracle_kl(kind, a, b) + oracle_kl(kind, b, a)
-    np.testing.assert_allclose(smart.kl(kind, a, b).numpy(), oracle_kl(kind, a, b), rtol=1e-9)
-    np.testing.assert_allclose(smart.symmetrized_kl(kind, a, b).numpy(), both, rtol=1e-9)
-    np.testing.assert_allclose(smart.smart_divergence(kind, a, b).numpy(), oracle(kind, a, b), rtol=1e-6)
+    a, b = (3 * torch.randn(50, target.num_logits) for _ in range(2))
+    both = oracle_kl(target, a, b) + oracle_kl(target, b, a)
+    half = oracle(target, a, b) * (1 if isinstance(target, Number) else 1 / 2)
+    np.testing.assert_allclose(smart.kl(target, a, b).numpy(), oracle_kl(target, a, b), rtol=1e-9)
+    np.testing.assert_allclose(smart.symmetrized_kl(target, a, b).numpy(), both, rtol=1e-9)
+    np.testing.assert_allclose(smart.smart_divergence(target, a, b).numpy(), oracle(target, a, b), rtol=1e-6)
+    np.testing.assert_allclose(smart.dropout_divergence(target, a, b).numpy(), half, rtol=1e-6)
 
 
 def test_the_divergence_of_one_logit_is_that_of_two_categories() -> None:
     a, b = torch.randn(2, 20, 1).unbind()
     two = [torch.cat([x, torch.zeros_like(x)], dim=1) for x in (a, b)]
-    torch.testing.assert_close(smart.kl("probability", a, b), smart.kl("category", *two))
+    torch.testing.assert_close(smart.kl(Probability(), a, b), smart.kl(Category(2), *two))
 
 
 @pytest.mark.parametrize("divergence", [smart.kl, smart.symmetrized_kl, smart.smart_divergence])
-@pytest.mark.parametrize("kind", ["category", "probability", "number"])
-def test_divergences_of_extreme_and_of_nearly_equal_logits_are_finite_and_resolved(kind: str, divergence) -> None:
-    C = 5 if kind == "category" else 1
+@pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
+def test_divergences_of_extreme_and_of_nearly_equal_logits_are_finite_and_resolved(target: Target, divergence) -> None:
+    C = target.num_logits
     a = torch.full((1, C), -200.0)
     a[0, 0] = 200
     b = (-a).requires_grad_()
-    value = divergence(kind, a, b)
+    value = divergence(target, a, b)
     value.sum().backward()
     assert value.isfinite().all()
     assert value > 100
@@ -448,22 +474,23 @@ def test_divergences_of_extreme_and_of_nearly_equal_logits_are_finite_and_resolv
     x = torch.linspace(-1, 1, C).view(1, C)
     y = x.clone()
     y[0, 0] += 1e-5
-    assert 1e-14 < divergence(kind, x, y).item() < 1e-9  # float32 would lose it to rounding
+    assert 1e-14 < divergence(target, x, y).item() < 1e-9  # float32 would lose it to rounding
 
 
-def test_a_number_becomes_a_probability_tangent_to_a_fifth_of_it() -> None:
-    x = torch.tensor([[2.5]], requires_grad=True)
-    p = smart.log_probabilities("number", x)[0, 0].exp()
+@pytest.mark.parametrize(("target", "middle"), [(Number(0, 5), 2.5), (Number(1, 7), 4.0)])
+def test_a_number_becomes_a_probability_tangent_to_its_share_of_the_range(target: Number, middle: float) -> None:
+    x = torch.tensor([[middle]], requires_grad=True)
+    p = target.log_probabilities(x)[0, 1].exp()
     p.backward()
     assert p.item() == pytest.approx(0.5)
-    assert x.grad.item() == pytest.approx(1 / 5)
+    assert x.grad.item() == pytest.approx(1 / (target.high - target.low))
 
 
 # --- bregman ----------------------------------------------------------------------------------------------------------
 
 
 def test_the_teacher_is_a_copy_of_the_trainable_parameters() -> None:
-    """TRAPS 24"""
+    """A teacher that shares memory with the model would always agree with it (docs/PITFALLS.md, 24)."""
     model = small_model()
     model.bert.pooler_dense.weight.requires_grad_(False)
     teacher = Bregman(model).teacher
@@ -502,7 +529,7 @@ def test_the_term_compares_with_the_teacher_in_eval_mode(task: str) -> None:
     moved(model)
     output = model.predict(batch)
     found = regularizer(model, batch, output).item()
-    assert found == pytest.approx(2 * oracle(TASKS[task].kind, old, output.logits).mean(), rel=1e-4)
+    assert found == pytest.approx(2 * oracle(TASKS[task].predicts, old, output.logits).mean(), rel=1e-4)
 
 
 @pytest.mark.parametrize("task", TASK_NAMES)
@@ -515,7 +542,7 @@ def test_before_the_first_step_the_term_is_zero_but_for_dropout(task: str) -> No
 
 @pytest.mark.parametrize("task", TASK_NAMES)
 def test_autocast_does_not_serve_live_weights_to_the_teacher(task: str) -> None:
-    """Its cache of half-precision weights goes by parameter, so swapping a parameter's data would not be noticed."""
+    """Autocast caches half-precision weights per parameter, so it would not notice swapped data of a parameter."""
     model, batch = small_model(dropout=0), batch_of(task)
     regularizer = Bregman(model)
     moved(model)
@@ -523,7 +550,7 @@ def test_autocast_does_not_serve_live_weights_to_the_teacher(task: str) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         first = model.predict(batch)
         assert regularizer(model, batch, first).item() == pytest.approx(exact, rel=0.3)
-        assert torch.equal(first.logits, model.predict(batch).logits), "nor the teacher's to the student"
+        assert torch.equal(first.logits, model.predict(batch).logits), "nor the teacher's weights to the student"
 
 
 def test_a_teacher_of_other_parameters_is_refused() -> None:
@@ -545,7 +572,7 @@ def test_rdrop_equals_its_definition(task: str) -> None:
     second = model.predict(batch).logits
     torch.set_rng_state(before)
     share = 1 if task == "sts" else 1 / 2
-    expected = 3 * share * oracle(TASKS[task].kind, output.logits, second).mean()
+    expected = 3 * share * oracle(TASKS[task].predicts, output.logits, second).mean()
     assert RDrop(3.0)(model, batch, output).item() == pytest.approx(expected, rel=1e-5)
     assert expected > 0
 
@@ -556,13 +583,97 @@ def test_rdrop_is_zero_without_dropout(task: str) -> None:
     assert RDrop()(model, batch, model.predict(batch)).item() == 0
 
 
-def test_bregman_and_rdrop_run_on_kept_vectors() -> None:
-    """Of a frozen encoder: the head alone is regularized."""
+def test_rdrop_repeats_the_pass_by_the_outputs_own_function() -> None:
+    """It needs nothing of the model: the output knows how to repeat its pass with new dropout masks."""
+    output = Output(torch.zeros(2, 1), (), again=lambda: Output(torch.ones(2, 1), ()))
+    batch = Batch("sts", ["a", "b"], (), torch.tensor([1.0, 2.0]))
+    assert RDrop(3.0)(None, batch, output).item() == 3.0
+
+
+def test_bregman_runs_on_stored_vectors() -> None:
+    """With a frozen encoder, only the head is regularized."""
     model = small_model()
     model.bert.requires_grad_(False)
-    kept = Batch("sst", list("ab"), (), torch.tensor([1, 0]), (torch.randn(2, 32),))
-    for name in ("bregman", "rdrop"):
-        assert build(name, model)(model, kept, model.predict(kept)).isfinite()
+    stored = Batch("sst", list("ab"), (), torch.tensor([1, 0]), (torch.randn(2, 32),))
+    regularizer = build("bregman", model)
+    moved(model)
+    assert regularizer.teacher.keys() == {f"heads.{t}.{p}" for t in TASK_NAMES for p in ("weight", "bias")}
+    assert regularizer(model, stored, model.predict(stored)).item() > 0
+
+
+# --- sums -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", ACTIVE)
+def test_every_sum_of_regularizers_is_built_of_its_parts_in_the_order_given(spec: str) -> None:
+    model, names = small_model(), spec.split("+")
+    for order in itertools.permutations(names):
+        regularizer = build("+".join(order), model)
+        parts = {names[0]: regularizer} if len(names) == 1 else regularizer.parts
+        assert [(name, type(part)) for name, part in parts.items()] == [(name, PARTS[name]) for name in order]
+        assert isinstance(regularizer, Sum) == (len(names) > 1)
+
+
+@pytest.mark.parametrize("task", TASK_NAMES)
+@pytest.mark.parametrize("spec", ACTIVE)
+def test_a_sum_is_the_sum_of_its_parts_and_updates_every_one(spec: str, task: str) -> None:
+    model, batch = small_model(), batch_of(task)
+    whole, parts = build(spec, model), [build(name, model) for name in spec.split("+")]
+    moved(model)
+    for regularizer in (whole, *parts):
+        regularizer.update(model)
+    moved(model)
+    output, state = model.predict(batch), torch.get_rng_state()
+    found = whole(model, batch, output)
+    torch.set_rng_state(state)
+    torch.testing.assert_close(found, sum(part(model, batch, output) for part in parts))
+    if "bregman" in spec:
+        (alone,) = (part for part in parts if isinstance(part, Bregman))
+        within = whole.parts["bregman"] if isinstance(whole, Sum) else whole
+        assert all(torch.equal(within.teacher[name], tensor) for name, tensor in alone.teacher.items())
+
+
+@pytest.mark.parametrize(
+    ("spec", "weights"),
+    [
+        ("smart", {"smart": 2}),
+        ("smart:0.5", {"smart": 1}),
+        ("smart:0.5+rdrop", {"smart": 1, "rdrop": 5}),
+        ("rdrop:2+bregman:1e-1", {"rdrop": 10, "bregman": 0.3}),
+        ("smart:3+bregman+rdrop:0.2", {"smart": 6, "bregman": 3, "rdrop": 1}),
+    ],
+)
+def test_a_number_in_the_specification_multiplies_the_flags_weight(spec: str, weights: dict[str, float]) -> None:
+    model = small_model()
+    found = build(spec, model, "--smart_weight=2", "--bregman_weight=3", "--rdrop_weight=5")
+    parts = found.parts if isinstance(found, Sum) else dict.fromkeys(weights, found)
+    assert {name: part.weight for name, part in parts.items()} == pytest.approx(weights)
+    assert list(parts) == list(parts_of(spec))
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("smarter", r"must be made of none, smart, bregman, rdrop, found 'smarter'\. Did you mean smart\?$"),
+        ("", r"must be made of none, smart, bregman, rdrop, found ''\. Choose one\.$"),
+        ("smart+", r"found ''"),
+        ("smart+smart", r"each name may appear once, found smart twice\. Remove one\.$"),
+        ("smart+none", r"none must stand alone, found 2 names\. Remove it\.$"),
+        ("none+rdrop:2", r"none must stand alone, found 2 names\. Remove it\.$"),
+        ("rdrop:0", r"the weight of rdrop must be a number above 0, found '0'\. Write it like rdrop:0\.2, or leave"),
+        ("rdrop:nan", r"above 0, found 'nan'"),
+        ("rdrop:", r"above 0, found ''"),
+    ],
+)
+def test_a_wrong_specification_is_refused_with_rule_and_remedy(spec: str, message: str) -> None:
+    with pytest.raises(InputError, match=message) as caught:
+        build(spec, small_model())
+    assert str(caught.value).startswith(f"--regularizer {spec}: ")
+
+
+def test_the_registry_has_the_parts_and_none() -> None:
+    assert REGULARIZERS.keys() == {"none", *PARTS}
+    assert type(build("none", small_model())) is Regularizer
 
 
 # --- flags ------------------------------------------------------------------------------------------------------------
@@ -573,14 +684,13 @@ def test_the_flags_have_the_papers_numbers() -> None:
     assert args.regularizer == "none"
     assert (args.smart_weight, args.smart_steps, args.smart_step_size) == (1, 1, 1e-3)
     assert (args.smart_epsilon, args.smart_sigma, args.smart_norm) == (1e-6, 1e-5, "linf")
-    assert args.smart_start == "logits", "the one deviation, which costs a pass less"
+    assert args.smart_start == "logits", "the one deviation, which saves a pass"
     assert (args.smart_variant, args.bregman_weight, args.bregman_momentum) == (0, 1, 0.99)
 
 
 @pytest.mark.parametrize(
     "given",
     [
-        ["--regularizer", "smarter"],
         ["--smart_sigma", "0"],
         ["--smart_epsilon", "0"],
         ["--smart_steps", "0"],
@@ -590,8 +700,29 @@ def test_the_flags_have_the_papers_numbers() -> None:
     ],
 )
 def test_flags_out_of_range_are_refused(given: list[str]) -> None:
-    with pytest.raises(SystemExit):
+    with pytest.raises(InputError, match=rf"^{given[0]}.* See smart\.py --help\.$"):
         flags(*given)
+
+
+NEEDED = {
+    "--smart_steps 2": ("smart",),
+    "--smart_variant 1": ("smart", "bregman"),
+    "--bregman_momentum 0.5": ("bregman",),
+    "--rdrop_weight 2.5": ("rdrop",),
+}
+
+
+@pytest.mark.parametrize("spec", EVERY)
+@pytest.mark.parametrize("flag", NEEDED)
+def test_a_flag_is_refused_without_a_regularizer_that_reads_it(flag: str, spec: str) -> None:
+    parser = ArgumentParser("smart.py", "")
+    add_arguments(parser)
+    argv = [*flag.split(), "--regularizer", spec.replace("+", ":0.5+")]
+    if set(NEEDED[flag]) & set(spec.split("+")):
+        assert parser.parse(argv).regularizer == argv[-1]
+    else:
+        with pytest.raises(InputError, match=rf"^{flag} needs --regularizer {' or '.join(NEEDED[flag])}\. Set it, or "):
+            parser.parse(argv)
 
 
 def test_every_flag_reaches_its_regularizer() -> None:

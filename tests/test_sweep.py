@@ -1,9 +1,10 @@
-"""The search: which points come, that a study survives a kill, and what is left of it: table, plot, recipe."""
+"""The search: which points it tries, that a study survives a kill, and its outputs: table, plot, recipe."""
 
 import contextlib
 import itertools
 import json
 import os
+import re
 import signal
 import sqlite3
 import statistics
@@ -22,15 +23,18 @@ from matplotlib.axes import Axes
 from optuna.trial import FrozenTrial, TrialState
 
 import multitask_classifier
+import multitask_flags
 import sweep
-from sweep import PRUNERS, SEARCHES, get_args, read_flags, read_space
+import trials
+from study import PRUNERS, SEARCHES, alone, read_space, tpe
+from trials import read_flags, with_trials
 from utils import InputError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 Sweep = Callable[..., Finished]
-Score = Callable[[Namespace], float]  # of a run, by its flags
-# Paper 004's two stages. The best of all nine is not where the stages lead: lr 1e-5 at dropout .3, then dropout .4.
+Score = Callable[[Namespace], float]  # maps a run's flags to its score
+# The two stages of Ramos & Dalmia lead to lr 1e-5 (at dropout .3), then to dropout .4. The best of all is elsewhere.
 NINE = {
     ("1e-4", ".2"): 0.9, ("1e-4", ".3"): 0.3, ("1e-4", ".4"): 0.2,
     ("1e-5", ".2"): 0.5, ("1e-5", ".3"): 0.6, ("1e-5", ".4"): 0.7,
@@ -59,7 +63,7 @@ def run_sweep(
     tmp_path: Path,
     run_main: Callable[..., Finished],
 ) -> Sweep:
-    """Runs sweep.py within this process; --study is <name>.db."""
+    """Run sweep.py in this process; --study is <name>.db."""
 
     def run(*given: object, name: str = "s") -> Finished:
         flags = ["--study", tmp_path / f"{name}.db", "--model", tiny_checkpoint, "--data", task_files]
@@ -71,7 +75,7 @@ def run_sweep(
 
 @pytest.fixture
 def trained(monkeypatch: pytest.MonkeyPatch) -> Callable[[Score], list[Namespace]]:
-    """Replaces training by a formula; the list fills with the flags of every run."""
+    """Replace training by a formula. The returned list receives the flags of every run."""
 
     def replace(score: Score) -> list[Namespace]:
         runs: list[Namespace] = []
@@ -84,8 +88,8 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> Callable[[Score], list[Namespace
                 on_epoch(epoch, {"overall": value * epoch / flags.epochs})
             return {"sst": value, "para": value, "sts": value, "overall": value}
 
-        monkeypatch.setattr(sweep, "train_multitask", train)
-        monkeypatch.setattr(sweep, "plot", lambda study, args, path: path.touch())  # has a test of its own
+        monkeypatch.setattr(multitask_classifier, "train_multitask", train)
+        monkeypatch.setattr(trials, "plot", lambda study, args, path: path.touch())  # has a test of its own
         return runs
 
     return replace
@@ -99,7 +103,7 @@ def points(runs: list[Namespace]) -> list[tuple[float, float]]:
     return [(flags.lr, flags.hidden_dropout_prob) for flags in runs]
 
 
-# --- which points come ------------------------------------------------------------------------------------------------
+# --- which points are tried -------------------------------------------------------------------------------------------
 
 
 def test_grid_tries_every_point_once_and_finds_the_best(run_sweep: Sweep, trained: Callable, tmp_path: Path) -> None:
@@ -111,15 +115,15 @@ def test_grid_tries_every_point_once_and_finds_the_best(run_sweep: Sweep, traine
     assert "--lr 1e-4\n" in (tmp_path / "s-best.txt").read_text()
 
 
-def test_coordinate_is_paper_004s_two_stages(run_sweep: Sweep, trained: Callable) -> None:
-    """The rates at the flags' dropout of .3, then the dropouts at the best rate; what is known is not trained again."""
+def test_coordinate_has_the_two_stages_of_the_paper(run_sweep: Sweep, trained: Callable) -> None:
+    """Learning rates at the flags' dropout of .3, then dropouts at the best rate. Known points are not repeated."""
     runs = trained(of_nine)
     finished = run_sweep("--method", "coordinate", *TWO_LISTS, "--", "--hidden_dropout_prob", "0.3")
     assert points(runs) == [(1e-4, 0.3), (1e-5, 0.3), (1e-6, 0.3), (1e-5, 0.2), (1e-5, 0.4)]
     assert "best: trial 4, score 0.7000" in finished.out
 
 
-def test_coordinate_starts_at_the_first_value_where_the_flags_is_not_listed(
+def test_coordinate_starts_at_the_first_value_if_the_flags_value_is_not_listed(
     run_sweep: Sweep, trained: Callable
 ) -> None:
     runs = trained(of_nine)
@@ -127,7 +131,9 @@ def test_coordinate_starts_at_the_first_value_where_the_flags_is_not_listed(
     assert points(runs) == [(1e-4, 0.4), (1e-6, 0.4), (1e-6, 0.2)]
 
 
-def test_coordinate_goes_on_from_its_start_where_a_whole_stage_failed(run_sweep: Sweep, trained: Callable) -> None:
+def test_coordinate_continues_from_its_start_if_all_trials_of_a_stage_failed(
+    run_sweep: Sweep, trained: Callable
+) -> None:
     def score(flags: Namespace) -> float:
         if flags.hidden_dropout_prob == 0.3:
             raise InputError("no.")
@@ -145,8 +151,8 @@ def test_tpe_stays_in_its_ranges(run_sweep: Sweep, trained: Callable) -> None:
     assert {flags.epochs for flags in runs} == {1, 2, 3}
 
 
-def test_tpe_seeded_anew_for_every_trial_still_learns() -> None:
-    """Against random search, over eight seeds: of one seed the spread is as large as the gain."""
+def test_tpe_with_a_new_seed_for_every_trial_still_learns() -> None:
+    """Compared with random search over eight seeds, because the spread of one seed is as large as the gain."""
     space = read_space(["lr=1e-8..1e-1:log", "epochs=1..5"])
 
     def after_the_random_ones(choose: Callable[[Namespace, optuna.Study], optuna.samplers.BaseSampler]) -> float:
@@ -163,7 +169,7 @@ def test_tpe_seeded_anew_for_every_trial_still_learns() -> None:
     def at_random(args: Namespace, study: optuna.Study) -> optuna.samplers.BaseSampler:
         return optuna.samplers.RandomSampler(seed=args.seeds[0] + len(study.trials))
 
-    assert after_the_random_ones(sweep.tpe) > after_the_random_ones(at_random) + 0.03
+    assert after_the_random_ones(tpe) > after_the_random_ones(at_random) + 0.03
 
 
 def test_tpe_trains_no_point_of_lists_twice(run_sweep: Sweep, trained: Callable, tmp_path: Path) -> None:
@@ -174,14 +180,14 @@ def test_tpe_trains_no_point_of_lists_twice(run_sweep: Sweep, trained: Callable,
 
 
 @pytest.mark.parametrize("method", sorted(SEARCHES))
-def test_an_interrupted_study_tries_the_same_points_as_one_that_was_not(
+def test_an_interrupted_study_tries_the_same_points_as_an_uninterrupted_one(
     method: str, run_sweep: Sweep, trained: Callable, tmp_path: Path
 ) -> None:
     score = smooth if method == "tpe" else of_nine
     flags = ["--method", method, *OF_METHOD[method]]
     runs = trained(score)
-    run_sweep(*flags, name="whole")
-    whole = [(r.lr, r.hidden_dropout_prob, r.epochs, r.sampler) for r in runs]
+    run_sweep(*flags, name="uninterrupted")
+    expected = [(r.lr, r.hidden_dropout_prob, r.epochs, r.sampler) for r in runs]
 
     def stops(flags: Namespace) -> float:
         if len(runs) == 4:
@@ -193,15 +199,15 @@ def test_an_interrupted_study_tries_the_same_points_as_one_that_was_not(
     assert not (tmp_path / "s-best.txt").exists()
     first, runs = runs, trained(score)
     assert run_sweep(*flags).status == 0
-    assert [(r.lr, r.hidden_dropout_prob, r.epochs, r.sampler) for r in first[:3] + runs] == whole
+    assert [(r.lr, r.hidden_dropout_prob, r.epochs, r.sampler) for r in first[:3] + runs] == expected
     states = [t.state for t in trials_in(tmp_path / "s.db")]
-    assert states == [TrialState.COMPLETE] * 3 + [TrialState.FAIL] + [TrialState.COMPLETE] * (len(whole) - 3)
+    assert states == [TrialState.COMPLETE] * 3 + [TrialState.FAIL] + [TrialState.COMPLETE] * (len(expected) - 3)
     runs.clear()
     assert run_sweep(*flags).status == 0  # the same command once more has nothing left to do
     assert runs == []
 
 
-def test_more_trials_may_be_asked_of_a_study(run_sweep: Sweep, trained: Callable, tmp_path: Path) -> None:
+def test_a_study_can_be_continued_with_more_trials(run_sweep: Sweep, trained: Callable, tmp_path: Path) -> None:
     runs = trained(of_nine)
     run_sweep(*TWO_LISTS, "--trials", "2")
     assert len(runs) == 2
@@ -214,6 +220,18 @@ def test_switches_are_searched_as_on_and_off(run_sweep: Sweep, trained: Callable
     run_sweep("--search", "symmetric=off,on", "--", "--symmetric")
     assert [flags.symmetric for flags in runs] == [False, True]
     assert "\n--symmetric\n" in (tmp_path / "s-best.txt").read_text()
+
+
+def test_a_switch_that_is_best_off_is_turned_off_in_the_recipe(
+    run_sweep: Sweep, trained: Callable, tmp_path: Path
+) -> None:
+    """Otherwise a switch of a recipe in front of it would stay on."""
+    runs = trained(lambda flags: 0.5 - 0.1 * flags.symmetric)
+    run_sweep("--search", "symmetric=on,off", "--", "--symmetric")
+    assert [flags.symmetric for flags in runs] == [True, False]
+    best = tmp_path / "s-best.txt"
+    assert "\n--no-symmetric\n" in best.read_text()
+    assert multitask_classifier.get_args(["--symmetric", f"@{best}"]).symmetric is False
 
 
 def test_a_trial_is_the_mean_over_the_seeds(run_sweep: Sweep, trained: Callable, tmp_path: Path) -> None:
@@ -230,7 +248,7 @@ def test_a_trial_is_the_mean_over_the_seeds(run_sweep: Sweep, trained: Callable,
 # --- pruning ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_median_pruner_ends_what_is_below_the_median_after_five_trials(
+def test_the_median_pruner_ends_trials_below_the_median_after_five_trials(
     run_sweep: Sweep, trained: Callable, tmp_path: Path
 ) -> None:
     values = {8: 0.5, 16: 0.6, 24: 0.7, 32: 0.8, 40: 0.9, 48: 0.65, 56: 0.75}
@@ -243,16 +261,16 @@ def test_the_median_pruner_ends_what_is_below_the_median_after_five_trials(
     assert "batch_size 48 | pruned after epoch 1 at 0.1625" in finished.out
 
 
-def test_halving_lets_the_best_third_of_each_rung_go_on(run_sweep: Sweep, trained: Callable, tmp_path: Path) -> None:
+def test_halving_continues_the_best_third_of_each_rung(run_sweep: Sweep, trained: Callable, tmp_path: Path) -> None:
     trained(lambda flags: 0.9 - 0.01 * flags.batch_size)  # each is worse than the one before
     run_sweep("--search", "batch_size=8,16,24,32", "--pruner", "halving", "--epochs", "4")
-    trials = trials_in(tmp_path / "s.db")
-    assert [t.state for t in trials] == [TrialState.COMPLETE] + [TrialState.PRUNED] * 3
-    assert [t.last_step for t in trials] == [4, 1, 1, 1]
+    all_trials = trials_in(tmp_path / "s.db")
+    assert [t.state for t in all_trials] == [TrialState.COMPLETE] + [TrialState.PRUNED] * 3
+    assert [t.last_step for t in all_trials] == [4, 1, 1, 1]
 
 
 @pytest.mark.parametrize("pruner", sorted(PRUNERS))
-def test_nothing_is_pruned_after_its_last_epoch(
+def test_no_trial_is_pruned_after_its_last_epoch(
     pruner: str, run_sweep: Sweep, trained: Callable, tmp_path: Path
 ) -> None:
     trained(lambda flags: 0.9 - 0.01 * flags.batch_size)
@@ -260,10 +278,10 @@ def test_nothing_is_pruned_after_its_last_epoch(
     assert {t.state for t in trials_in(tmp_path / "s.db")} == {TrialState.COMPLETE}
 
 
-def test_a_pruned_run_keeps_what_it_has_and_on_epoch_comes_after_the_log(
+def test_a_pruned_run_keeps_its_files_and_is_logged_before_it_is_pruned(
     run_sweep: Sweep, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Trains for real, with a pruner that ends whatever is below two."""
+    """Trains for real, with a pruner that ends every trial whose score is below two."""
     monkeypatch.setitem(PRUNERS, "median", lambda: optuna.pruners.ThresholdPruner(lower=2, n_warmup_steps=2))
     finished = run_sweep("--search", "lr=1e-3", "--pruner", "median", "--epochs", "5")
     assert "no trial finished" in the_error(finished)
@@ -282,21 +300,34 @@ def test_a_pruned_run_keeps_what_it_has_and_on_epoch_comes_after_the_log(
 # --- trials that fail -------------------------------------------------------------------------------------------------
 
 
-def test_impossible_flags_and_infinite_losses_fail_with_their_reason_and_the_study_goes_on(
+def test_impossible_flags_and_infinite_losses_fail_with_their_reason_and_the_study_continues(
     run_sweep: Sweep, tmp_path: Path
 ) -> None:
     """Trains for real."""
-    flags = ["--search", "sampler=uniform,round_robin", "sst_loss=ce:1e39,ce", "--epochs", "1", "--option", "finetune"]
-    finished = run_sweep(*flags, "--combiner", "pcgrad")
+    flags = ["--search", "batch_size=1,8", "sst_loss=ce:1e39,ce", "--epochs", "1", "--option", "finetune"]
+    finished = run_sweep(*flags, "--sts_loss", "mse+cosent")
     assert finished.status == 0, finished.err
     *impossible, infinite, good = trials_in(tmp_path / "s.db")
-    assert all("pcgrad needs at least two tasks in a step" in t.user_attrs["reason"] for t in impossible)
+    expected = "--sts_loss mse+cosent: cosent compares the rows of a batch, found --batch_size 1."
+    assert all(t.user_attrs["reason"].startswith(expected) for t in impossible)
     assert "the loss of sst at step 1 must be finite, found inf" in infinite.user_attrs["reason"]
     assert (len(impossible), infinite.state, good.state) == (2, TrialState.FAIL, TrialState.COMPLETE)
-    assert "trial 2 | sampler round_robin | sst_loss ce:1e39 | failed: the loss of sst" in finished.out
-    again = run_sweep(*flags, "--combiner", "pcgrad")
+    assert "trial 2 | batch_size 8 | sst_loss ce:1e39 | failed: the loss of sst" in finished.out
+    again = run_sweep(*flags, "--sts_loss", "mse+cosent")
     assert "4 trials so far" in again.out
     assert len(trials_in(tmp_path / "s.db")) == 4
+
+
+def test_a_shared_flag_that_a_searched_value_makes_pointless_is_dropped_with_a_note(
+    run_sweep: Sweep, trained: Callable
+) -> None:
+    """The command line of a trial is no different from any other: later flags win."""
+    runs = trained(lambda flags: 0.5)
+    shared = ["--option", "finetune", "--combiner", "pcgrad"]
+    finished = run_sweep("--search", "sampler=uniform,round_robin", "--", *shared)
+    assert finished.status == 0, finished.err
+    assert [(flags.sampler, flags.combiner) for flags in runs] == [("uniform", "sum"), ("round_robin", "pcgrad")]
+    assert "note: --combiner: no effect with --sampler uniform, so dropped.\n" in finished.err
 
 
 def test_a_trial_that_needs_too_much_memory_fails_alone(run_sweep: Sweep, trained: Callable, tmp_path: Path) -> None:
@@ -319,7 +350,7 @@ def test_a_study_without_a_finished_trial_says_why(run_sweep: Sweep, trained: Ca
     assert not (tmp_path / "s-best.txt").exists()
 
 
-# --- what is left -----------------------------------------------------------------------------------------------------
+# --- table, plot, recipe ----------------------------------------------------------------------------------------------
 
 
 def test_the_table_is_sorted_by_score_with_pruned_and_failed_trials_last(run_sweep: Sweep, trained: Callable) -> None:
@@ -338,24 +369,24 @@ def test_the_table_is_sorted_by_score_with_pruned_and_failed_trials_last(run_swe
 def test_the_plot_shows_every_trial_over_time_and_by_parameter(
     run_sweep: Sweep, trained: Callable, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    drawn, draw, plot = [], sweep._draw, sweep.plot
+    drawn, draw, plot = [], trials._draw, trials.plot
 
-    def watched(axis: Axes, trials: list[FrozenTrial], places: list[float]) -> None:
+    def watched(axis: Axes, given: list[FrozenTrial], places: list[float]) -> None:
         drawn.append(places)
-        draw(axis, trials, places)
+        draw(axis, given, places)
 
     trained(of_nine)
-    monkeypatch.setattr(sweep, "_draw", watched)
-    monkeypatch.setattr(sweep, "plot", plot)
+    monkeypatch.setattr(trials, "_draw", watched)
+    monkeypatch.setattr(trials, "plot", plot)
     run_sweep("--search", "lr=1e-4,1e-5", "hidden_dropout_prob=.2,.3,.4")
     assert drawn == [[0, 1, 2, 3, 4, 5], [0, 0, 0, 1, 1, 1], [0, 1, 2, 0, 1, 2]]
     assert (tmp_path / "s.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_recipe_runs_as_it_stands_and_gives_the_trials_score(
+def test_the_recipe_runs_unchanged_and_gives_the_trials_score(
     run_sweep: Sweep, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Trains for real. Of a flag given twice the later one wins, here and there."""
+    """Trains for real. When a flag is given twice, the later one wins, in the search and in the recipe."""
     recipe = tmp_path / "mine.txt"
     flags = ["--search", "lr=1e-3,1e-2", "--write_recipe", recipe, "--", f"@{ROOT}/recipes/robust/5-surgery.txt"]
     finished = run_sweep(*flags, "--epochs=2", "--model", "/nowhere", "--model", tiny_checkpoint)
@@ -363,7 +394,7 @@ def test_the_recipe_runs_as_it_stands_and_gives_the_trials_score(
     best = max(trials_in(tmp_path / "s.db"), key=lambda t: t.value)
     text = recipe.read_text()
     assert f"# Written by sweep.py: the best trial of {tmp_path / 's.db'}, trial {best.number}." in text
-    assert "# The best of 2 trials, chosen on dev: expect less of new data" in text
+    assert "# The best of 2 trials, chosen on dev: expect a lower score on new data" in text
     assert f"overall {best.value:.4f} (seed 11711)" in text
     assert "--runs" not in text
     flags = [f"@{recipe}", "--runs", tmp_path / "again", "--name", "r", "--predictions", tmp_path / "predictions"]
@@ -375,20 +406,20 @@ def test_the_recipe_runs_as_it_stands_and_gives_the_trials_score(
     assert (again / "model.safetensors").read_bytes() == (ours / "model.safetensors").read_bytes()
 
 
-def test_a_recipe_says_what_a_flag_file_cannot(run_sweep: Sweep, trained: Callable, task_files: Path) -> None:
+def test_a_recipe_names_flags_that_a_file_cannot_contain(run_sweep: Sweep, trained: Callable, task_files: Path) -> None:
     trained(of_nine)
     spaced = task_files.with_name("my data")
     task_files.rename(spaced)
     run_sweep("--search", "lr=1e-4", "--data", spaced)
     recipe = (task_files.parent / "s-best.txt").read_text()
-    assert f"# To be added on the command line: '--data' '{spaced}'" in recipe
+    assert f"# Add on the command line: '--data' '{spaced}'" in recipe
     assert "\n--data" not in recipe
 
 
 # --- a kill -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_killed_study_goes_on_without_repeating_what_was_finished(
+def test_a_killed_study_continues_without_repeating_finished_trials(
     tiny_checkpoint: Path, task_files: Path, tmp_path: Path
 ) -> None:
     runs, study = tmp_path / "runs", tmp_path / "k.db"
@@ -405,10 +436,10 @@ def test_a_killed_study_goes_on_without_repeating_what_was_finished(
     assert result.returncode == 0, result.stderr
     assert "1 trials so far\ntrial 2 | lr 1e-2 | score" in result.stdout
     assert (runs / "k-0" / "model.safetensors").stat() == before
-    trials = trials_in(study)
-    assert [t.params["lr"] for t in trials] == ["1e-3", "1e-2", "1e-2", "1e-4"]
-    assert [t.state.name for t in trials] == ["COMPLETE", "FAIL", "COMPLETE", "COMPLETE"]
-    assert "1     | 1e-2 | -     | -     | -      | stopped, so repeated" in result.stdout
+    all_trials = trials_in(study)
+    assert [t.params["lr"] for t in all_trials] == ["1e-3", "1e-2", "1e-2", "1e-4"]
+    assert [t.state.name for t in all_trials] == ["COMPLETE", "FAIL", "COMPLETE", "COMPLETE"]
+    assert "1     | 1e-2 | -     | -     | -      | killed, so repeated" in result.stdout
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------
@@ -418,37 +449,46 @@ WRONG_SEARCHES = {
     "help=1": "--search help: must be a flag of multitask_classifier.py",
     "lr": "--search must be KEY=A,B,C or KEY=LOW..HIGH[:log], found 'lr'.",
     "lr=": "--search must be KEY=A,B,C or KEY=LOW..HIGH[:log], found 'lr='.",
-    "lr=fast": "argument --lr: must be above 0 and at most 1, found 'fast'. See multitask_classifier.py --help.",
-    "lr=1e-4,7": "argument --lr: must be above 0 and at most 1, found '7'",
-    "sampler=random": "argument --sampler: invalid choice: 'random'",
-    "lr=1e-4,.0001": "--search lr=1e-4,.0001: values must differ, found the same value twice. Leave it out.",
-    "lr=1e-4,": "--search lr=1e-4,: values must differ, found an empty value. Leave it out.",
+    "lr=fast": "--lr: must be above 0 and at most 1, found 'fast'. See multitask_classifier.py --help.",
+    "lr=1e-4,7": "--lr: must be above 0 and at most 1, found '7'",
+    "sampler=random": "--sampler must be one of annealed, balanced, combined, proportional, round_robin, sequential, ",
+    "sst_loss=ce,bce": "--sst_loss bce: bce is for a task that predicts a probability, but sst predicts a category.",
+    "sst_loss=ce,ce+cosent": "--sst_loss ce+cosent: cosent is for a task that predicts a probability or a number, but",
+    "sts_loss=mse,mean": "--sts_loss mean: must be made of ce, ce_smooth, bce, mse, ",
+    "sts_loss=mse,mse:0": "--sts_loss mse:0: the weight of mse must be a number above 0, found '0'.",
+    "lr=1e-4,.0001": "--search lr=1e-4,.0001: values must differ, found the same value twice. Remove it.",
+    "lr=1e-4,": "--search lr=1e-4,: values must differ, found an empty value. Remove it.",
     "lr=1e-4 lr=1e-5": "--search lr=1e-5: --lr is searched twice. Put all its values into one list.",
     "option=pretrain fine-tune-mode=full-model": "--fine-tune-mode is searched twice",
-    "seed=1,2": "--search seed: the luckiest seed is no better model. Take the mean over some: --seeds 1 2 3.",
+    "seed=1,2": "--search seed: a lucky seed is not a better model. Average over several: --seeds 1 2 3.",
     "sst_dev=a,b": "--search sst_dev: --sst_dev must be the same for all trials. Give it as a flag.",
     "symmetric=yes,no": "--search symmetric: --symmetric is on or off, found 'yes'. Write symmetric=on,off.",
     "lr=1e-4..1e-5 --method tpe": "--search lr=1e-4..1e-5: a range must be LOW..HIGH or LOW..HIGH:log, of numbers",
     "lr=1e-5..1e-4:exp --method tpe": "a range must be LOW..HIGH or LOW..HIGH:log",
-    "weight_decay=0..0.1:log --method tpe": "LOW below HIGH and, with log, above 0. Write it so, or list values.",
+    "weight_decay=0..0.1:log --method tpe": "LOW below HIGH and, with log, above 0. Correct it, or list the values.",
     "sampler=uniform..round_robin --method tpe": "a range must be LOW..HIGH or LOW..HIGH:log, of numbers",
     "lr=1e-5..1e-4": "--method grid needs lists of values, but lr has a range. Write lr=A,B,C, or use --method tpe.",
     "lr=1e-5..1e-4 --method coordinate": "--method coordinate needs lists of values",
     "lr=1e-5..1e-4 --method tpe": "--method tpe never ends by itself. Add --trials 30.",
-    "lr=1e-4 --seeds 1 2 --seed 3": "--seed and --seeds exclude each other. Give --seeds alone.",
-    "lr=1e-4 --name mine": "--name is not for sweep.py, which names runs and goes on by itself. Leave it out.",
-    "lr=1e-4 --resume": "--resume is not for sweep.py, which names runs and goes on by itself. Leave it out.",
-    "lr=1e-4 --epoch 3": "unrecognized arguments: --epoch 3. See multitask_classifier.py --help.",
+    "lr=1e-4 --seeds 1 2 --seed 3": "--seed and --seeds exclude each other. Use --seeds alone.",
+    "lr=1e-4 --name mine": "--name is not for sweep.py, which names its runs and continues by itself. Leave it out.",
+    "lr=1e-4 --resume": "--resume is not for sweep.py, which names its runs and continues by itself. Leave it out.",
+    "lr=1e-4 --epoch 3": "unknown flag --epoch. Did you mean --epochs? See multitask_classifier.py --help.",
     "lr=1e-4 --head siamese": "no trial could run: --sst_head siamese compares two sentences, but sst has one. Use",
     "lr=1e-4 --data nowhere": "nowhere",
     "teacher=a,b --sst_loss ce+distill": "--search teacher: --teacher must be the same for all trials. Give it as a",
     "lr=1e-4 --sst_loss ce+distill --teacher nowhere": "nowhere/sst-train.npz: cannot be read as logits; No such file",
     "lr=1e-4 --model nowhere": "nowhere",
+    "lr=1e-4 --method random": "--method must be one of grid, coordinate, tpe; found 'random'.",
+    "lr=1e-4 --method coordinat": "--method must be one of grid, coordinate, tpe; found 'coordinat'. Did you mean coo",
+    "lr=1e-4 --pruner medain": "--pruner must be one of none, median, halving; found 'medain'. Did you mean median?",
+    "lr=1e-4 --trials 0": "--trials: must be at least 1 and at most 1e+06, found '0'. See sweep.py --help.",
+    "lr=1e-4 --smart_weight 2": "no trial could run: --smart_weight 2.0 needs --regularizer smart",
 }
 
 
 def test_a_list_of_paths_is_no_range() -> None:
-    assert sweep.read_space(["model=../a,../b"])["model"].choices == ("../a", "../b")
+    assert read_space(["model=../a,../b"])["model"].choices == ("../a", "../b")
 
 
 @pytest.mark.parametrize("given", WRONG_SEARCHES)
@@ -467,7 +507,7 @@ def test_a_wrong_search_is_refused_in_one_line_and_nothing_is_left(
 def test_broken_data_are_refused_before_the_first_trial(
     run_sweep: Sweep, trained: Callable, task_files: Path, tmp_path: Path
 ) -> None:
-    """What would fail every trial is no trial's failure: nothing is recorded."""
+    """An error that would fail every trial is not recorded as a failed trial."""
     path = task_files / "sts-train.csv"
     path.write_text(path.read_text().replace("\t0.9\n", "\t9\n"))
     trained(of_nine)
@@ -492,7 +532,7 @@ def another_programs_study(path: Path) -> None:
     optuna.create_study(study_name="theirs", storage=f"sqlite:///{path}")
 
 
-def a_study_cut_off(path: Path) -> None:
+def a_truncated_study(path: Path) -> None:
     optuna.create_study(study_name="sweep", storage=f"sqlite:///{path}").set_user_attr("facts", {})
     path.write_bytes(path.read_bytes()[:50_000])
 
@@ -500,21 +540,21 @@ def a_study_cut_off(path: Path) -> None:
 def a_damaged_study(path: Path) -> None:
     optuna.create_study(study_name="sweep", storage=f"sqlite:///{path}").set_user_attr("facts", {})
     pages = path.read_bytes()
-    path.write_bytes(pages[:-4096] + bytes(4096))  # what sweep.py looks up in it stays readable
+    path.write_bytes(pages[:-4096] + bytes(4096))  # the part that sweep.py looks up stays readable
 
 
 WRONG_FILES = {
-    not_a_database: "must be a study's database, but file is not a database. It is left as it is; give another",
-    an_empty_file: "must be a study's database, but no such table: studies. It is left as it is",
-    another_database: "must be a study's database, but no such table: studies. It is left as it is",
-    another_programs_study: "must be a study of sweep.py, found one of another program. It is left as it is",
-    a_study_cut_off: "must be a study's database, but database disk image is malformed. It is left as it is",
-    a_damaged_study: "must be a whole database, but it is damaged. It is left as it is",
+    not_a_database: "must be a study's database, but file is not a database. It was not changed; use another",
+    an_empty_file: "must be a study's database, but no such table: studies. It was not changed",
+    another_database: "must be a study's database, but no such table: studies. It was not changed",
+    another_programs_study: "must be a study of sweep.py, found one of another program. It was not changed",
+    a_truncated_study: "must be a study's database, but database disk image is malformed. It was not changed",
+    a_damaged_study: "must be an intact database, but it is damaged. It was not changed",
 }
 
 
 @pytest.mark.parametrize("make", WRONG_FILES, ids=lambda make: make.__name__)
-def test_a_file_that_is_no_study_of_ours_is_refused_and_left_alone(
+def test_a_file_that_is_no_study_of_sweep_is_refused_and_not_changed(
     make: Callable[[Path], None], run_sweep: Sweep, trained: Callable, tmp_path: Path
 ) -> None:
     make(tmp_path / "s.db")
@@ -536,7 +576,7 @@ OTHER_FLAGS = {
 
 
 @pytest.mark.parametrize("other", OTHER_FLAGS)
-def test_a_study_of_other_flags_is_refused_with_what_differs(
+def test_a_study_with_other_flags_is_refused_and_the_flags_are_named(
     other: str, run_sweep: Sweep, trained: Callable, tmp_path: Path
 ) -> None:
     runs = trained(of_nine)
@@ -549,14 +589,14 @@ def test_a_study_of_other_flags_is_refused_with_what_differs(
     assert {path: path.read_bytes() for path in tmp_path.glob("s*")} == before
 
 
-def test_what_has_no_say_in_the_score_may_differ(run_sweep: Sweep, trained: Callable, tmp_path: Path) -> None:
+def test_flags_that_do_not_change_the_score_may_differ(run_sweep: Sweep, trained: Callable, tmp_path: Path) -> None:
     trained(of_nine)
     run_sweep(*TWO_LISTS, "--trials", "1")
     more = ["--trials", "2", "--eval_batch_size", "4", "--predictions", tmp_path / "elsewhere", "--verbose"]
     assert run_sweep(*TWO_LISTS, *more).status == 0
 
 
-def test_a_study_of_other_data_is_refused(run_sweep: Sweep, trained: Callable, task_files: Path) -> None:
+def test_a_study_with_other_data_is_refused(run_sweep: Sweep, trained: Callable, task_files: Path) -> None:
     trained(of_nine)
     run_sweep(*TWO_LISTS, "--trials", "1")
     path = task_files / "sts-dev.csv"
@@ -566,15 +606,15 @@ def test_a_study_of_other_data_is_refused(run_sweep: Sweep, trained: Callable, t
 
 def test_a_second_sweep_on_the_same_study_is_refused(run_sweep: Sweep, trained: Callable, tmp_path: Path) -> None:
     trained(of_nine)
-    with sweep.alone(tmp_path / "s.db"):
+    with alone(tmp_path / "s.db"):
         error = the_error(run_sweep(*TWO_LISTS))
-    assert "another sweep.py is at work on it. Wait for its end, or give another --study." in error
+    assert "another sweep.py is working on it. Wait until it ends, or use another --study." in error
     assert run_sweep(*TWO_LISTS, "--trials", "1").status == 0
 
 
-@pytest.mark.parametrize("there", ["runs/s-0", "s.png", "s-best.txt"])
-def test_nothing_that_is_there_is_overwritten(there: str, run_sweep: Sweep, trained: Callable, tmp_path: Path) -> None:
-    path = tmp_path / there
+@pytest.mark.parametrize("place", ["runs/s-0", "s.png", "s-best.txt"])
+def test_no_existing_file_is_overwritten(place: str, run_sweep: Sweep, trained: Callable, tmp_path: Path) -> None:
+    path = tmp_path / place
     path.parent.mkdir(exist_ok=True)
     path.write_text("precious")
     runs = trained(of_nine)
@@ -592,9 +632,29 @@ def test_study_plot_and_recipe_are_three_files(run_sweep: Sweep, tmp_path: Path)
 
 
 def test_no_flag_of_the_two_scripts_has_the_same_name() -> None:
-    """Otherwise sweep.py would keep it from the other; --dry_run it passes on."""
-    ours, theirs = (set(m.build_parser()._option_string_actions) for m in (sweep, multitask_classifier))
-    assert ours & theirs == {"-h", "--help", "--dry_run"}
+    """Otherwise sweep.py would not pass it on to the other script. It does pass on --dry_run."""
+    assert set(sweep.parser().flags) & set(multitask_flags.parser().flags) == {"--dry_run", "--no-dry_run"}
+
+
+@pytest.mark.parametrize(("flag", "registry"), [("--method", SEARCHES), ("--pruner", PRUNERS)])
+def test_the_help_page_names_every_entry_of_the_registries(flag: str, registry: dict) -> None:
+    """sweep.py has the names as text, because the registries are in a file that imports Optuna."""
+    page = " ".join(sweep.parser().format_help().split())
+    entry = re.search(rf" {flag} NAME (.*?) \(default: ", page)[1]
+    assert re.findall(r"\w+", entry)[-len(registry) :] == list(registry)
+
+
+@pytest.mark.parametrize("flags", [["--help"], ["--search", "lr=1e-4", "--trials", "none"], ["--method", "grid"]])
+def test_help_and_mistakes_in_flags_are_answered_without_optuna(flags: list[str]) -> None:
+    code = """
+import sys, sweep, utils
+try:
+    sweep.main()
+except (SystemExit, utils.InputError):
+    print({"optuna", "matplotlib"} & set(sys.modules))
+"""
+    done = subprocess.run([sys.executable, "-c", code, *flags], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("set()\n")
 
 
 @pytest.fixture
@@ -604,19 +664,31 @@ def flag_file(tmp_path: Path) -> Iterator[str]:
     return f"@{path}"
 
 
-def test_flags_of_both_scripts_may_stand_in_one_file_and_later_ones_win(flag_file: str) -> None:
-    args = get_args([flag_file, "--epochs", "4", "--", "--batch_size=2", "--trials", "7"])
+def test_flags_of_both_scripts_may_be_in_one_file_and_later_ones_win(flag_file: str) -> None:
+    raw = sweep.get_args([flag_file, "--epochs", "4", "--", "--batch_size=2", "--trials", "7"])
+    assert raw.rest == ["--epochs", "3", "--tasks", "sst", "sts", "--lr", "1e-3", "--epochs", "4", "--batch_size=2"]
+    args = with_trials(raw)
     assert args.search == ["lr=1e-4,1e-5", "option=finetune"]
     assert (args.flags.epochs, args.flags.tasks, args.flags.batch_size, args.trials) == (4, ["sst", "sts"], 2, 7)
     assert args.base["tasks"] == ["--tasks", "sst", "sts"]
 
 
-def test_flags_are_known_by_what_they_set() -> None:
+def test_flags_are_identified_by_what_they_set() -> None:
     given = ["--fine-tune-mode", "full-model", "--option", "pretrain", "--task_weights", "sst=2", "sts=1", "--lr=3"]
-    found = read_flags(given)
-    assert found["option"] == ["--option", "pretrain"]
-    assert found["task_weights"] == ["--task_weights", "sst=2", "sts=1"]
-    assert found["lr"] == ["--lr", "3"]
+    given += ["--symmetric", "--no-symmetric"]
+    assert read_flags(given) == {
+        "option": ["--option", "pretrain"],
+        "task_weights": ["--task_weights", "sst=2", "sts=1"],
+        "lr": ["--lr=3"],
+        "symmetric": ["--no-symmetric"],
+    }
+
+
+def test_shared_flags_that_later_ones_make_pointless_are_not_shared(capsys: pytest.CaptureFixture) -> None:
+    shared = ["--option", "finetune", "--regularizer", "smart", "--smart_weight", "2", "--regularizer", "none"]
+    args = with_trials(sweep.get_args(["--search", "lr=1e-4", "--", *shared]))
+    assert "smart_weight" not in args.base
+    assert "note: --smart_weight: no effect with --regularizer none, so dropped.\n" in capsys.readouterr().err
 
 
 def test_a_space_is_lists_and_ranges_of_the_flags_own_kind() -> None:

@@ -111,7 +111,7 @@ def test_a_cased_checkpoint_keeps_case(ours, tmp_path: Path) -> None:
     cased = BertTokenizer.from_pretrained(str(tmp_path))
     assert cased.encode(["Film"])[0].ids == [ours.cls_token_id, ours.unk_token_id, ours.sep_token_id]
     theirs = transformers.BertTokenizer.from_pretrained(tmp_path, do_lower_case=False)
-    assert_identical(cased, theirs, ODD)  # accents stay as well
+    assert_identical(cased, theirs, ODD)  # accents are kept as well
     cased.save_pretrained(tmp_path / "again")
     assert not BertTokenizer.from_pretrained(str(tmp_path / "again")).lowercase
 
@@ -144,7 +144,7 @@ def test_a_text_is_cut_to_what_is_asked_for_and_to_the_positions_of_bert(
 
 
 def test_a_line_of_the_vocabulary_is_a_piece_whatever_it_holds(tmp_path: Path) -> None:
-    """Only \\n ends a line: real vocabularies have pieces that Python takes for the end of one."""
+    """Only \\n ends a line: real vocabularies contain pieces that str.splitlines takes for line ends."""
     pieces = [*SPECIAL_TOKENS, "\u2028", "\u00a0", "\x85", "a b", "film"]
     BertTokenizer(pieces).save_pretrained(tmp_path)
     assert read_vocabulary(tmp_path) == pieces

@@ -1,60 +1,19 @@
-"""Writes data/sample: small files for all four tasks in the course's formats, so that all runs without a download.
+"""Word lists and sentence patterns of the sample data; make_sample_data.py draws sentences from them.
 
-    python3 make_sample_data.py [--out data/sample] [--check]
-
-All text comes from the grammars below. They are made so that the words of a sentence do not give its label away: praise
-stands in bad reviews and blame in good ones, and the paraphrases share fewer words than the questions that differ. What
-decides is who does what to whom, what is negated, and what is merely conceded. A bag of words stays far behind a
-fine-tuned BERT on every task, as it does on the real data; tests/test_sample_data.py holds it to that.
-
-Read top to bottom: expanding a grammar, the words of the film reviews, SST, CFIMDB, what the two pair tasks share,
-Quora, STS, then rows, files and flags.
+A word list is written with slashes between its entries. In the lists of the pair tasks (para, sts), `car|automobile`
+are synonyms, and `man:men` are forms of one word. A pattern has {slots}: {genre} is replaced by an entry of "genre".
 """
 
-import argparse
-import csv
-import hashlib
-import io
 import re
-import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from random import Random
 from typing import NamedTuple
 
-SEED = 224
-Grammar = dict[str, tuple[str, ...]]
-
-
-class Row(NamedTuple):
-    texts: tuple[str, ...]
-    label: str  # as the file spells it
-
-
-# --- expanding a grammar ----------------------------------------------------------------------------------------------
+Grammar = dict[str, tuple[str, ...]]  # symbol -> its productions, which may contain further {symbols}
+Vocabularies = dict[str, tuple[str, ...]]  # slot -> its entries
 
 
 def terms(text: str) -> tuple[str, ...]:
-    """The entries of a list written with slashes between them, over as many lines as it takes."""
+    """Split a list written with slashes between its entries; it may span several lines."""
     return tuple(" ".join(term.split()).replace("| ", "|") for term in text.split("/"))
-
-
-def expand(rng: Random, grammar: Grammar, text: str, used: set[str]) -> str:
-    """Replaces every {symbol} by one of its productions, never twice the same one in a text while others are left."""
-
-    def replace(symbol: re.Match[str]) -> str:
-        options = grammar[symbol[1]]
-        chosen = rng.choice([option for option in options if option not in used] or options)
-        used.add(chosen)
-        return expand(rng, grammar, chosen, used)
-
-    return re.sub(r"\{(\w+)\}", replace, text)
-
-
-def mend(text: str) -> str:
-    """`a` before a vowel becomes `an`; sentences start with a capital."""
-    text = re.sub(r"\b([Aa]) (?=[aeioAEIO]|[uU](?!ni|se|su))", r"\1n ", text)
-    return re.sub(r"(^|[.?!] |<br />)([a-z])", lambda m: m[1] + m[2].upper(), text)
 
 
 # --- the words of the film reviews ------------------------------------------------------------------------------------
@@ -143,7 +102,7 @@ FILM_WORDS: Grammar = {
         wakes up in another century / coaches a losing team / raises a stranger 's child / plots against a senator /
         follows a circus to {place} / opens a restaurant / forgets the past twenty years / builds a boat /
         answers a wrong number / drives a hearse to {place} / testifies against a brother / teaches a parrot to sing"""),
-    # People in a story may be what a film may be: a word of praise or blame need not be about the film.
+    # Characters are described with the same adjectives as films: a word of praise or blame need not be about the film.
     "trait": terms("""
         brilliant / charming / funny / clever / gentle / sincere / lively / witty / dull / clumsy / boring / pathetic /
         horrible / lazy / cold / pretentious / tiresome / miserable / wretched / hideous / magnificent / extraordinary /
@@ -168,7 +127,7 @@ SST_GRAMMAR: Grammar = FILM_WORDS | {
     "not": terms("""
         not / never / hardly / scarcely / by no means / anything but / far from / in no way / not exactly / nowhere near /
         not remotely / not really"""),
-    # What a clause says by itself. Negation turns a word, however strong, into its mild opposite.
+    # Main clauses of each grade. Negating a word, however strong, gives its mild opposite.
     "clause4": (
         "{subject} is {superb}",
         "{subject} is {very} {superb}",
@@ -232,7 +191,7 @@ SST_GRAMMAR: Grammar = FILM_WORDS | {
         "{subject} is a {awful} {disaster}",
         "{subject} is not {ordinary} but {awful}",
     ),
-    # What may be conceded to the other side without deciding the sentence.
+    # Concessions to the other side, which do not decide the grade of the sentence.
     "praise": ("{part} is {superb}", "{part} is {pleasant}", "{part} is {very} {pleasant}", "{part} is a {triumph}"),
     "blame": ("{part} is {awful}", "{part} is {poor}", "{part} is {very} {poor}", "{part} is a {disaster}"),
     "fact": (
@@ -255,7 +214,7 @@ SST_GRAMMAR: Grammar = FILM_WORDS | {
 
 
 def add_grades(grammar: Grammar) -> None:
-    """Sentences for the four grades that take sides: the clause of the grade decides, the concession does not."""
+    """Add patterns for the four grades that take sides: the grade's own clause decides, the concession does not."""
     for grade in (0, 1, 3, 4):
         same, other = ("{merit}", "{fault}") if grade > 2 else ("{fault}", "{merit}")
         clause, concession = f"{{clause{grade}}}", "{blame}" if grade > 2 else "{praise}"
@@ -346,7 +305,7 @@ CFIMDB_GRAMMAR: Grammar = SST_GRAMMAR | {
 
 
 def add_verdicts(grammar: Grammar) -> None:
-    """Reviews of either verdict. The same words on both sides: what wins and what loses trade places."""
+    """Add patterns for both verdicts. They use the same words; only the winning and the losing side change places."""
     for label, win, lose in (("1", "good", "bad"), ("0", "bad", "good")):
         W, L = f"{{{win}}}", f"{{{lose}}}"
         grammar[f"weigh{label}"] = (
@@ -382,14 +341,14 @@ def add_verdicts(grammar: Grammar) -> None:
 
 add_verdicts(CFIMDB_GRAMMAR)
 
-# --- what the two pair tasks share: meanings, wordings, and small differences -----------------------------------------
+# --- the two pair tasks: frames ---------------------------------------------------------------------------------------
 
 
 class Frame(NamedTuple):
-    """Several things that can be said or asked about the same slots, each of them in several wordings.
+    """Several meanings about the same slots, each with several wordings.
 
-    A slot is named after its vocabulary: {city} and {city2} are two different cities. To let them trade places changes
-    the meaning, unless the frame is `symmetric`. `costs` are what a difference takes off an STS score of 5.
+    A slot is named after its vocabulary: {city} and {city2} are two different cities. Swapping them changes the
+    meaning, unless the frame is `symmetric`. `costs` says how much each difference lowers an STS score of 5.
     """
 
     meanings: tuple[tuple[str, ...], ...]
@@ -400,52 +359,7 @@ class Frame(NamedTuple):
         return sorted(set(re.findall(r"\{([a-z]+2?)", self.meanings[0][0])) - {"be"})
 
 
-Vocabularies = dict[str, tuple[str, ...]]
-Values = dict[str, str]
-
-
-def draw_values(rng: Random, frame: Frame, vocabularies: Vocabularies) -> Values:
-    """An entry for every slot; two slots of a vocabulary get different ones."""
-    values: Values = {}
-    for slot in frame.slots():
-        values[slot] = rng.choice([v for v in vocabularies[slot.rstrip("2")] if v not in values.values()])
-    return values
-
-
-def say(rng: Random, wording: str, values: Values, avoid: str = "") -> str:
-    """Fills the slots of a wording, with synonyms that do not stand in `avoid` where there are any.
-
-    `car|automobile` are synonyms; `man:men` are forms of a word, {who.1} asks for the second.
-    """
-    plural = values.get("n", "a") != "a"
-
-    def replace(slot: re.Match[str]) -> str:
-        if slot[1] == "be":
-            return "are" if plural else "is"
-        synonyms = values[slot[1]].split("|")
-        forms = rng.choice([s for s in synonyms if s.split(":")[0] not in avoid] or synonyms).split(":")
-        return forms[int(slot[2] or (plural and slot[1] == "who"))]
-
-    return mend(re.sub(r"\{([a-z]+2?)(?:\.(\d))?\}", replace, wording))
-
-
-def differ(rng: Random, slot: str, values: Values, vocabularies: Vocabularies) -> Values:
-    """The same values but for one slot."""
-    return values | {slot: rng.choice([v for v in vocabularies[slot.rstrip("2")] if v not in values.values()])}
-
-
-def swap(values: Values) -> Values:
-    """The second slot of a vocabulary and the first one trade places."""
-    (second,) = [slot for slot in values if slot.endswith("2")]
-    first = second.rstrip("2")
-    return values | {first: values[second], second: values[first]}
-
-
-def has_second(values: Values) -> bool:
-    return any(slot.endswith("2") for slot in values)
-
-
-# --- quora: do two questions ask the same? ----------------------------------------------------------------------------
+# --- para (Quora): are two questions paraphrases? ---------------------------------------------------------------------
 
 QUORA_WORDS: Vocabularies = {
     "format": terms("PDF / JPEG / Word / Excel / MP3 / WAV / plain text / HTML / PNG / LaTeX / EPUB / CSV"),
@@ -519,10 +433,7 @@ QUORA_WORDS: Vocabularies = {
         renting a flat|renting an apartment / homeschooling / cycling to work|commuting by bike / keeping a diary|journaling"""),
 }
 
-# How questions that do not mean the same differ.
-QUORA_CHANGES = ("topic", "topic", "meaning", "meaning", "meaning", "meaning", "slot", "slot", "slot", "swap")
-
-# A paragraph is a meaning, a line one of its wordings; all meanings of a frame are about the same slots.
+# Each string is a frame, each of its paragraphs a meaning, and each line a wording of that meaning.
 QUORA_TEXTS = (
     """
     How do I convert {format} files to {format2}?
@@ -709,6 +620,7 @@ SYMMETRIC_TEXTS = (
 
 
 def read_frame(text: str, symmetric: bool) -> Frame:
+    """Parse a string of QUORA_TEXTS."""
     paragraphs = [paragraph.strip().splitlines() for paragraph in text.split("\n\n")]
     return Frame(tuple(tuple(line.strip() for line in lines) for lines in paragraphs), symmetric)
 
@@ -716,29 +628,7 @@ def read_frame(text: str, symmetric: bool) -> Frame:
 QUORA_FRAMES = [read_frame(text, False) for text in QUORA_TEXTS] + [read_frame(text, True) for text in SYMMETRIC_TEXTS]
 
 
-def draw_quora(rng: Random, label: int) -> Row:
-    """Two questions; the label is whether they mean the same. How they are worded does not depend on it."""
-    frame = other = rng.choice(QUORA_FRAMES)
-    values = other_values = draw_values(rng, frame, QUORA_WORDS)
-    meaning = other_meaning = rng.choice(frame.meanings)
-    change = "none" if label else rng.choice(QUORA_CHANGES)
-    if change == "topic":
-        other = rng.choice([f for f in QUORA_FRAMES if f is not frame])
-        other_meaning, other_values = rng.choice(other.meanings), draw_values(rng, other, QUORA_WORDS)
-    elif change == "meaning":
-        other_meaning = rng.choice([m for m in frame.meanings if m is not meaning])
-    elif change == "swap" and has_second(values) and not frame.symmetric:
-        other_values = swap(values)
-    elif change != "none":
-        other_values = differ(rng, rng.choice(list(values)), values, QUORA_WORDS)
-    elif frame.symmetric and rng.random() < 0.5:
-        other_values = swap(values)
-    first, second = rng.sample(range(3), 2) if rng.random() < 0.8 else (0, 0)
-    text = say(rng, meaning[first], values)
-    return Row((text, say(rng, other_meaning[second], other_values, text)), f"{label}.0")
-
-
-# --- sts: how alike are two sentences, from 0 to 5? -------------------------------------------------------------------
+# --- sts: how similar are two sentences, from 0 to 5? -----------------------------------------------------------------
 
 STS_WORDS: Vocabularies = {
     "n": terms("a / two / three / four / several"),
@@ -828,7 +718,7 @@ CAPTION_COSTS = {
 
 
 def caption_frame(doing: str, what: str) -> Frame:
-    """A picture: who does what to what, and where."""
+    """Build a frame of image captions: who does what to what, and where."""
     wordings = (
         "{n} {who} {be} {doing} {what} {where}.",
         "{where} {n} {who} {be} {doing} {what}.",
@@ -936,188 +826,3 @@ STS_FRAMES = (
         costs={"firm": 1.8, "num": 1.0, "country": 1.4, "opposite": 2.2},
     ),
 )
-
-
-def draw_sts(rng: Random, whole: int) -> Row:
-    """A pair whose score begins with the digit `whole`; drawn until one does."""
-    while True:
-        first, second, score = draw_graded_pair(rng)
-        score = round(min(5.0, max(0.0, score + rng.choice((-0.2, 0.0, 0.0, 0.2)))), 1)
-        if int(score) == whole:
-            return Row((first, second), str(score))
-
-
-def draw_graded_pair(rng: Random) -> tuple[str, str, float]:
-    """Starts from two equal meanings and takes off what each difference costs; unrelated frames score nearly 0."""
-    frame = rng.choice(STS_FRAMES)
-    values = draw_values(rng, frame, STS_WORDS)
-    first = say(rng, rng.choice(frame.meanings[0]), values)
-
-    def say_second(wordings: tuple[str, ...], values: Values) -> str:
-        return say(rng, rng.choice(wordings), values, first)
-
-    if rng.random() < 0.12:
-        other = rng.choice([f for f in STS_FRAMES if f is not frame])
-        return first, say_second(other.meanings[0], draw_values(rng, other, STS_WORDS)), rng.choice((0.0, 0.0, 0.4))
-    score, (wordings, opposite) = 5.0, frame.meanings
-    if has_second(values) and rng.random() < 0.25:
-        values, score = swap(values), score - frame.costs["swap"]
-    if rng.random() < 0.2:
-        wordings, score = opposite, score - frame.costs["opposite"]
-    for slot in rng.sample(list(values), rng.choice((0, 0, 1, 1, 2, 3, len(values)))):
-        values, score = differ(rng, slot, values, STS_WORDS), score - frame.costs[slot]
-    return first, say_second(wordings, values), score
-
-
-# --- rows -------------------------------------------------------------------------------------------------------------
-
-
-class Sample(NamedTuple):
-    """One task: its files, how many rows of which kind, and how to draw a row of a kind."""
-
-    name: str
-    files: str
-    header: str
-    test_header: str
-    sizes: tuple[int, int, int]  # train, dev, test
-    shares: dict[int, float]  # kind of row -> its share of every split
-    draw: Callable[[Random, int], Row]
-
-
-SPLITS = ("train", "dev", "test-student")
-LARGEST_LIKENESS = 0.9  # the share of words that two rows of a task may have in common
-
-
-def draw_sst(rng: Random, grade: int) -> Row:
-    """Annotators disagree: some sentences read one grade higher or lower than their label."""
-    read = rng.choice([g for g in (grade - 1, grade + 1) if 0 <= g <= 4]) if rng.random() < 0.06 else grade
-    return Row((" " + mend(expand(rng, SST_GRAMMAR, f"{{grade{read}}}", set())),), str(grade))
-
-
-def draw_cfimdb(rng: Random, label: int) -> Row:
-    return Row((" " + mend(expand(rng, CFIMDB_GRAMMAR, f"{{review{label}}}", set())),), str(label))
-
-
-ONE_HEADERS = ("\tid\tsentence\tsentiment", "0\t\tid\tsentence")
-PAIR_HEADER = "\tid\tsentence1\tsentence2\t"
-SAMPLES = (
-    Sample(
-        "sst",
-        "ids-sst-{}.csv",
-        *ONE_HEADERS,
-        (600, 150, 150),
-        {0: 0.128, 1: 0.26, 2: 0.19, 3: 0.272, 4: 0.15},
-        draw_sst,
-    ),
-    Sample("cfimdb", "ids-cfimdb-{}.csv", *ONE_HEADERS, (600, 150, 150), {0: 0.5, 1: 0.5}, draw_cfimdb),
-    Sample(
-        "quora",
-        "quora-{}.csv",
-        PAIR_HEADER + "is_duplicate",
-        PAIR_HEADER.rstrip("\t"),
-        (600, 150, 150),
-        {0: 0.625, 1: 0.375},
-        draw_quora,
-    ),
-    Sample(
-        "sts",
-        "sts-{}.csv",
-        PAIR_HEADER + "similarity",
-        PAIR_HEADER.rstrip("\t"),
-        (600, 150, 150),
-        {0: 0.173, 1: 0.162, 2: 0.172, 3: 0.263, 4: 0.183, 5: 0.047},
-        draw_sts,
-    ),
-)
-
-
-def kinds(shares: dict[int, float], size: int, rng: Random) -> list[int]:
-    """`size` kinds in random order, as many of each as its share says, the first taking up what rounding leaves."""
-    counts = {kind: round(share * size) for kind, share in shares.items()}
-    counts[next(iter(counts))] += size - sum(counts.values())
-    found = [kind for kind, count in counts.items() for _ in range(count)]
-    rng.shuffle(found)
-    return found
-
-
-def words_of(text: str) -> list[str]:
-    return re.findall(r"[a-z0-9]+", text.lower())
-
-
-def make_rows(sample: Sample) -> dict[str, list[Row]]:
-    """All rows of a task. No sentence comes twice, and no row has nearly the words of another one."""
-    rng = Random(f"{SEED} {sample.name}")
-    splits: dict[str, list[Row]] = {}
-    sentences: set[str] = set()
-    bags: list[set[str]] = []
-
-    def is_new(row: Row) -> bool:
-        found = [" ".join(words_of(text)) for text in row.texts]
-        bag = set(" ".join(found).split())
-        if len({*found} - sentences) < len(found):
-            return False
-        if any(len(bag & other) >= LARGEST_LIKENESS * len(bag | other) for other in bags):
-            return False
-        sentences.update(found)
-        bags.append(bag)
-        return True
-
-    for split, size in zip(SPLITS, sample.sizes, strict=True):
-        splits[split] = []
-        for kind in kinds(sample.shares, size, rng):
-            row = sample.draw(rng, kind)
-            while not is_new(row):
-                row = sample.draw(rng, kind)
-            splits[split].append(row)
-    return splits
-
-
-# --- files and flags --------------------------------------------------------------------------------------------------
-
-
-def identifier(task: str, split: str, number: int) -> str:
-    return hashlib.sha256(f"{task} {split} {number}".encode()).hexdigest()[:25]
-
-
-def file_text(sample: Sample, split: str, rows: list[Row]) -> str:
-    """One file as the course writes it; a test file has no label, and those of single sentences a column more."""
-    is_test = split == "test-student"
-    text = io.StringIO()
-    text.write((sample.test_header if is_test else sample.header) + "\n")
-    writer = csv.writer(text, delimiter="\t", lineterminator="\n")
-    for number, row in enumerate(rows):
-        before = [number + 1, float(number)] if is_test and len(row.texts) == 1 else [number]
-        after = [] if is_test else [row.label]
-        writer.writerow([*before, identifier(sample.name, split, number), *row.texts, *after])
-    return text.getvalue()
-
-
-def make_files() -> Iterator[tuple[str, str]]:
-    """(name, text) of every file."""
-    for sample in SAMPLES:
-        for split, rows in make_rows(sample).items():
-            yield sample.files.format(split), file_text(sample, split, rows)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--out", type=Path, default=Path("data/sample"), help="directory of the files")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if the files differ")
-    args = parser.parse_args()
-    files = {args.out / name: text.encode() for name, text in make_files()}
-    if args.check:
-        differing = [str(path) for path, text in files.items() if not path.is_file() or path.read_bytes() != text]
-        if differing:
-            print(
-                f"{', '.join(differing)}: not what this script writes. Run: python3 make_sample_data.py --out {args.out}"
-            )
-        return 1 if differing else 0
-    args.out.mkdir(parents=True, exist_ok=True)
-    for path, text in files.items():
-        path.write_bytes(text)
-        print(f"wrote {path}: {len(text)} bytes")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

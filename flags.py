@@ -1,0 +1,377 @@
+"""Command-line flags: recipes, flags that need each other, `a:w+b` specifications, and a help page that can be read.
+
+A recipe is a file of flags: `@recipes/x.txt` on the command line stands for the flags in that file, and later flags
+win. Every flag states what it needs in order to have an effect. A flag that would do nothing is an error, unless a
+later flag made it pointless, as in `@recipes/quickstart.txt --regularizer none`: then it is dropped with a note.
+"""
+
+import argparse
+import difflib
+import itertools
+import math
+import re
+import sys
+from collections.abc import Callable, Container, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from utils import InputError, warn
+
+PROJECT = Path(__file__).parent
+WIDTH = 100  # columns of the help page
+
+# --- what a flag needs ------------------------------------------------------------------------------------------------
+
+
+class Need(NamedTuple):
+    """A condition without which a flag has no effect."""
+
+    what: str  # completes "--flag needs ..."
+    is_met: Callable[[argparse.Namespace], bool]  # called with complete flags, as `complete` of the script returns them
+    remedy: str = ""  # an imperative; by default "Set it"
+
+
+ALWAYS: tuple[Need, ...] = ()  # of a flag that always has an effect
+# A script without --option, such as pretrain.py, always trains the encoder.
+ENCODER_TRAINS = Need(
+    "an encoder that trains, which --option pretrain (the handout's default) freezes",
+    lambda args: getattr(args, "option", "finetune") == "finetune",
+    "Use --option finetune",
+)
+
+
+def chosen(flag: str, *values: str) -> Need:
+    """The need for one of these values of another flag."""
+    key = flag.removeprefix("--")
+    return Need(f"{flag} {' or '.join(values)}", lambda args: getattr(args, key) in values)
+
+
+# --- argparse types ---------------------------------------------------------------------------------------------------
+
+
+def number(kind: type, low: float, high: float, *, above: bool = False) -> Callable[[str], Any]:
+    """An argparse type: a number from low to high; `above` excludes low itself."""
+
+    def parse(text: str) -> Any:
+        rule = f"must be {'above' if above else 'at least'} {low:g} and at most {high:g}"
+        try:
+            value = kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{rule}, found {text!r}") from None
+        if not (low < value if above else low <= value) or not value <= high:
+            raise argparse.ArgumentTypeError(f"{rule}, found {text!r}")
+        return value
+
+    parse.__name__ = kind.__name__  # the help page shows it
+    return parse
+
+
+def parse_spec(text: str, choices: Iterable[str], flag: str) -> dict[str, float]:
+    """Parse `a:0.5+b` into the weight of each part, 1 where none is given.
+
+    Shared by losses, regularizers and pre-training objectives. flag: names the flag in messages.
+    """
+    weights: dict[str, float] = {}
+    for term in text.split("+"):
+        name, colon, weight = term.partition(":")
+        if name not in choices:
+            hint = suggestion(name, choices)
+            raise InputError(
+                f"{flag} {text}: must be made of {', '.join(choices)}, found {name!r}.{hint or ' Choose one.'}"
+            )
+        if name in weights:
+            raise InputError(f"{flag} {text}: each name may appear once, found {name} twice. Remove one.")
+        weights[name] = _weight(weight, f"{flag} {text}: the weight of {name}", name) if colon else 1.0
+    return weights
+
+
+def _weight(text: str, what: str, name: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise InputError(f"{what} must be a number above 0, found {text!r}. Write it like {name}:0.2, or leave it out.")
+    return value
+
+
+def suggestion(word: str, known: Iterable[str]) -> str:
+    """A sentence that suggests the known word most like this one; empty if none is similar."""
+    nearest = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f" Did you mean {nearest[0]}?" if nearest else ""
+
+
+# --- the parser -------------------------------------------------------------------------------------------------------
+
+
+class Switch(argparse.Action):
+    """A flag without a value: --flag turns it on, --no-flag turns it off again."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, default: bool = False, **options: Any):
+        off = [f"--no-{name.removeprefix('--')}" for name in option_strings]
+        super().__init__([*option_strings, *off], dest, nargs=0, default=default, **options)
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str = "") -> None:
+        setattr(namespace, self.dest, not option_string.startswith("--no-"))
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """One short entry per flag: choices and defaults in words, flags that every task has shown once as --TASK_flag."""
+
+    def __init__(self, prog: str):
+        super().__init__(prog, max_help_position=30, width=WIDTH)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        lines = (super(HelpFormatter, self)._fill_text(line, width, indent) for line in text.splitlines())
+        return "\n".join("  " * line.startswith("python ") + line for line in lines)
+
+    def add_argument(self, action: argparse.Action) -> None:
+        if getattr(action, "shown", True):
+            super().add_argument(action)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings:
+            return super()._format_action_invocation(action)
+        name = getattr(action, "shown_as", None) or action.option_strings[0]
+        if action.nargs == 0:
+            return f"--[no-]{name.removeprefix('--')}" if isinstance(action, Switch) else name
+        return f"{name} {self._format_args(action, self._get_default_metavar_for_optional(action))}"
+
+    def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
+        if action.choices is not None:
+            return "NAME"
+        words = {"int": "N", "float": "X", "Path": "PATH"}
+        kind = getattr(action.type, "__name__", "")
+        return words.get(kind, "TEXT")
+
+    def _metavar_formatter(self, action: argparse.Action, default_metavar: str) -> Callable[[int], tuple[str, ...]]:
+        shown = default_metavar if action.metavar is None else action.metavar
+        return lambda count: (shown,) * count
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text, bracket, stated = (action.help or "").partition(" (default: ")
+        if action.choices is not None and action.option_strings:
+            text += f" {{{', '.join(map(str, action.choices))}}}"
+        default = action.default
+        if bracket:
+            return text + bracket + stated
+        if default is None or default is argparse.SUPPRESS or action.nargs == 0:
+            return text
+        shown = f"{default:g}".replace("e-0", "e-") if isinstance(default, float) else as_text(default)
+        return f"{text} (default: {shown})"
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """argparse with recipes, needs, suggestions for misspelled flags, and dashes and underscores alike.
+
+    Everything that is wrong with a command line is an InputError, whose message is one line.
+    """
+
+    def __init__(
+        self, script: str, description: str, *examples: str, usage: str = "[flags]", sections: Sequence[str] = ()
+    ):
+        """sections: the titles of the help page's sections in reading order."""
+        lines = [description, *(f"  {example}" for example in examples)]
+        super().__init__(
+            prog=script,
+            usage=f"{script} {usage}",
+            description="\n".join(lines),
+            formatter_class=HelpFormatter,
+            allow_abbrev=False,
+            add_help=False,
+        )
+        self.sections = {title: self.add_argument_group(title) for title in sections}
+
+    def section(self, title: str) -> Callable[..., argparse.Action]:
+        """The function that adds flags to this section of the help page; a new title adds a section at the end.
+
+        It takes what add_argument takes, and: needs, a Need or several, or ALWAYS; of_task, the name of the task whose
+        flag this is, so that the help page can show one entry for all tasks.
+        """
+        if title not in self.sections:
+            self.sections[title] = self.add_argument_group(title)
+        return partial(self._add_flag, self.sections[title])
+
+    def _add_flag(
+        self, group: Any, *names: str, needs: Need | tuple[Need, ...], of_task: str | None = None, **options: Any
+    ) -> argparse.Action:
+        action = group.add_argument(*names, **options)
+        action.needs = (needs,) if isinstance(needs, Need) else needs
+        if of_task is not None:
+            action.shown_as = f"--TASK_{action.dest.removeprefix(of_task + '_')}"
+            same = [a for a in self._actions if getattr(a, "shown_as", None) == action.shown_as]
+            action.shown = len(same) == 1
+        return action
+
+    @property
+    def flags(self) -> dict[str, argparse.Action]:
+        """Every flag as it is written, and what argparse knows about it."""
+        return self._option_string_actions
+
+    def error(self, message: str) -> None:
+        if match := re.match(r"unrecognized arguments: (\S+)", message):
+            unknown = match[1]
+            if unknown.endswith(".txt"):
+                raise InputError(f"{unknown} is not a flag. A recipe is given as @{unknown}.")
+            hint = suggestion(unknown.partition("=")[0], self.flags)
+            raise InputError(f"unknown flag {unknown}.{hint} See {self.prog} --help.")
+        if match := re.match(r"argument (\S+): invalid choice: '?([^']*?)'? \(choose from (.*)\)", message):
+            flag, found, known = match[1].split("/")[0], match[2], [c.strip(" '") for c in match[3].split(",")]
+            hint = suggestion(found, known)
+            raise InputError(
+                f"{flag} must be one of {', '.join(known)}; found {found!r}.{hint} See {self.prog} --help."
+            )
+        message = re.sub(r"^argument ([^\s/:]+)\S*:", r"\1:", message)  # a flag with two names is shown once
+        raise InputError(f"{message.rstrip('.')}. See {self.prog} --help.")
+
+    # Recipes and spelling
+
+    def expand(self, argv: Sequence[str], inside: tuple[Path, ...] = ()) -> list[str]:
+        """Replace every @FILE by the flags in that file; write every flag as this parser spells it."""
+        tokens: list[str] = []
+        for token in argv:
+            if not token.startswith("@"):
+                tokens.append(self._spelled(token))
+                continue
+            path = find_recipe(token[1:])
+            if path in inside:
+                raise InputError(f"{token}: a recipe must not include itself, found it inside {inside[-1]}. Remove it.")
+            lines = (line.partition("#")[0].split() for line in read_recipe(path).splitlines())
+            tokens += self.expand(list(itertools.chain.from_iterable(lines)), (*inside, path))
+        return tokens
+
+    def _spelled(self, token: str) -> str:
+        name, equals, value = token.partition("=")
+        if not name.startswith("--") or name in self.flags:
+            return token
+        plain = {flag.replace("-", "_"): flag for flag in self.flags}
+        return plain.get(name.replace("-", "_"), name) + equals + value
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        tokens = self.expand(sys.argv[1:] if args is None else list(args))
+        if {"-h", "--help"} & set(tokens):  # here, so that nothing else on the line can be wrong first
+            self.print_help()
+            self.exit()
+        return super().parse_known_args(tokens, namespace)
+
+    # Flags that would do nothing
+
+    def parse(
+        self,
+        argv: Sequence[str] | None,
+        complete: Callable[[argparse.Namespace], argparse.Namespace] = lambda args: args,
+    ) -> argparse.Namespace:
+        """Parse a command line, drop flags that later flags made pointless, and refuse flags that do nothing.
+
+        complete: fills in the defaults that follow from other flags.
+        """
+        args = complete(self.parse_args(self.effective(argv, complete)))
+        self.refuse_idle_flags(args)
+        return args
+
+    def effective(
+        self,
+        argv: Sequence[str] | None,
+        complete: Callable[[argparse.Namespace], argparse.Namespace] = lambda args: args,
+    ) -> list[str]:
+        """The command line without the flags that a later flag made pointless; a note names them."""
+        given = self.by_flag(self.expand(sys.argv[1:] if argv is None else argv))
+        kept, switched_off = given, {}  # the latter: dropped flags, by the flag that made them pointless
+        while True:  # dropping one flag can make another pointless
+            idle = [action for action, _ in self.idle_flags(complete(self.parse_args(flat(kept))))]
+            later = {action: self._switched_off_by(action, given, complete) for action in idle}
+            dropped = [action for action in idle if later[action] is not None]
+            if not dropped:
+                break
+            for action in dropped:
+                switched_off.setdefault(" ".join(later[action]), []).append(f"--{action.dest}")
+            kept = [tokens for tokens in kept if self._action(tokens) not in dropped]
+        for flag, names in switched_off.items():
+            warn(f"{', '.join(names)}: no effect with {flag}, so dropped.")
+        return flat(kept)
+
+    def idle_flags(self, args: argparse.Namespace) -> list[tuple[argparse.Action, Need]]:
+        """The flags whose value differs from the default and has no effect, each with the need that is not met."""
+        idle = []
+        for action in self._actions:
+            if getattr(args, action.dest, action.default) == action.default:
+                continue
+            unmet = next((need for need in action.needs if not need.is_met(args)), None)
+            if unmet is not None:
+                idle.append((action, unmet))
+        return idle
+
+    def refuse_idle_flags(self, args: argparse.Namespace, only: Container[str] | None = None) -> None:
+        """only: the destinations of the flags to check; by default all."""
+        for action, need in self.idle_flags(args):
+            if only is None or action.dest in only:
+                value = getattr(args, action.dest)
+                flag = f"--{action.dest}" if value is True else f"--{action.dest} {as_text(value)}"
+                raise InputError(f"{flag} needs {need.what}. {need.remedy or 'Set it'}, or leave out --{action.dest}.")
+
+    def by_flag(self, tokens: list[str]) -> list[list[str]]:
+        """The command line as groups: each flag with its values; every positional argument is a group of its own."""
+        groups: list[list[str]] = []
+        room = 0  # for further values of the last flag
+        for token in tokens:
+            if token.startswith("--") and token != "--":
+                name, equals, _ = token.partition("=")
+                nargs = getattr(self.flags.get(name), "nargs", None)
+                room = 0 if equals else {None: 1, 0: 0}.get(nargs, len(tokens))
+                groups.append([token])
+            elif room:
+                room -= 1
+                groups[-1].append(token)
+            else:
+                groups.append([token])
+        return groups
+
+    def _action(self, tokens: list[str]) -> argparse.Action | None:
+        return self.flags.get(tokens[0].partition("=")[0])
+
+    def _switched_off_by(
+        self, action: argparse.Action, given: list[list[str]], complete: Callable[[argparse.Namespace], Any]
+    ) -> list[str] | None:
+        """The later flag without which this one would have an effect; None if it never had one."""
+        last = max((i for i, tokens in enumerate(given) if self._action(tokens) is action), default=len(given))
+        for count in range(len(given) - 1, last, -1):
+            positional = [tokens for tokens in given[count:] if self._action(tokens) is None]
+            try:
+                before = complete(self.parse_args(flat([*given[:count], *positional])))
+            except InputError:
+                continue
+            if all(need.is_met(before) for need in action.needs):
+                return given[count]
+        return None
+
+
+def as_text(value: Any) -> str:
+    """A flag's value as one would write it on the command line."""
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def flat(groups: Iterable[list[str]]) -> list[str]:
+    return list(itertools.chain.from_iterable(groups))
+
+
+# --- recipes ----------------------------------------------------------------------------------------------------------
+
+
+def find_recipe(name: str) -> Path:
+    """The file of flags; a relative path is also looked for beside the scripts."""
+    for path in (Path(name), PROJECT / name):
+        if path.is_file():
+            return path.resolve()
+    recipes = [path.relative_to(PROJECT).as_posix() for path in sorted((PROJECT / "recipes").rglob("*.txt"))]
+    same_name = [recipe for recipe in recipes if Path(recipe).name == Path(name).name]
+    hint = f" Did you mean {same_name[0]}?" if same_name else suggestion(name, recipes)
+    raise InputError(f"@{name}: no such recipe.{hint} recipes/README.md lists them all.")
+
+
+def read_recipe(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise InputError(f"@{path}: cannot be read; {reason}. recipes/README.md lists all recipes.") from error

@@ -1,0 +1,525 @@
+"""The flags of Part 2, and the model, data and trainer that they describe.
+
+multitask_classifier.py trains from them; ensemble.py, sweep.py and benchmark.py read them too. The flags of a method
+are defined in the file of that method; here are those of the tasks, the model and the data files, the checks of what
+does not go together, and the builders. Below the builders nobody reads flags.
+"""
+
+import argparse
+import functools
+import itertools
+import sys
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import adapters
+import heads
+import losses
+import optimizer
+import pcgrad
+import pos
+import sampling
+import shared_flags
+import smart
+from bert import BertModel
+from datasets import PAIRINGS, Split, epoch_generator, read_split
+from evaluation import read_logits
+from flags import ALWAYS, ENCODER_TRAINS, ArgumentParser, Need, Switch, as_text, number
+from losses import losses_of, task_trains, tasks_with
+from model import Branch, MultitaskBERT
+from readers import reader_of, source_of
+from tasks import TASKS, Task
+from tokenizer import BertTokenizer
+from training import Trainer
+from utils import InputError, Precision, Run
+
+SPLITS = ("train", "dev", "test")
+SCORED = ("dev", "test")  # the splits that predictions are written for
+
+# --- the parser -------------------------------------------------------------------------------------------------------
+
+
+SECTIONS = (  # of the help page, in reading order
+    "most used",
+    "the model",
+    "input features",
+    "losses and their weights",
+    "steps: which tasks, and how their gradients are combined",
+    "regularization",
+    "adapters",
+    "optimization",
+    "time and memory",
+    "files",
+)
+
+
+@functools.cache  # one parser per process: it is large, and nothing changes it
+def parser() -> ArgumentParser:
+    new = ArgumentParser(
+        "multitask_classifier.py",
+        "Part 2: train one BERT for sentiment (sst), paraphrase (para) and similarity (sts), and write predictions.",
+        "python multitask_classifier.py @recipes/quickstart.txt",
+        "python multitask_classifier.py @recipes/best.txt --data data --use_gpu --name mine",
+        usage="[@recipes/FILE.txt] [flags; later ones win]",
+        sections=SECTIONS,
+    )
+    shared_flags.add_option(new)
+    shared_flags.add_most_used(new, epochs=10)
+    add = new.section("most used")
+    add(
+        "--tasks", nargs="+", choices=sorted(TASKS), default=["sst", "para", "sts"], needs=ALWAYS, help="tasks to train"
+    )
+    add("--batch_size", type=number(int, 1, 4096), default=8, needs=ALWAYS, metavar="N",
+        help="rows of a task per step; 64 fits a 12 GB GPU")  # fmt: skip
+    optimizer.add_arguments(new, lr=1e-5)
+    shared_flags.add_long_training(new)
+    _add_model(new)
+    pos.add_arguments(new)
+    losses.add_arguments(new, TASKS.values())
+    sampling.add_arguments(new)
+    pcgrad.add_arguments(new)
+    smart.add_arguments(new)
+    adapters.add_arguments(new)
+    shared_flags.add_eval_batch_size(new)
+    new.section("time and memory")("--chunk_rows", type=number(int, 1, 10**6), needs=ENCODER_TRAINS, metavar="N",
+        help="save memory: encode N sentences at a time and recompute them in the backward pass, so that a "
+        "contrastive loss still sees every negative in the batch")  # fmt: skip
+    _add_files(new)
+    return new
+
+
+def task_is_used(name: str) -> Need:
+    return Need(f"{name} among --tasks", lambda args: name in args.tasks)
+
+
+def tasks_on_pairs(count: int) -> Need:
+    words = {1: "a task on pairs", 2: "two tasks on pairs"}
+    return Need(f"{words[count]} among --tasks", lambda args: sum(TASKS[t].is_pair for t in args.tasks) >= count)
+
+
+def _add_model(new: ArgumentParser) -> None:
+    shared_flags.add_encoder(new)
+    add = new.section("the model")
+    add("--hidden_dropout_prob", type=number(float, 0, 0.99), default=0.3, needs=ALWAYS, metavar="P",
+        help="dropout before every head")  # fmt: skip
+    add("--pairing", choices=sorted(PAIRINGS), default="bi", needs=tasks_on_pairs(1),
+        help="bi encodes the sentences of a pair apart, cross joins them; *_symmetric scores both orders")  # fmt: skip
+    add("--symmetric", action=Switch, needs=tasks_on_pairs(1), help="score dev and test pairs in both orders")
+    add(
+        "--pooling", choices=list(heads.POOLERS), default="pooler", needs=ALWAYS, help="sentence vector from its tokens"
+    )
+    add("--head", choices=list(heads.HEADS), needs=ALWAYS, help="logits from sentence vectors (default: linear)")
+    add("--share_pair_layer", action=Switch, needs=tasks_on_pairs(2), help="one more layer, shared by all pair heads")
+    for task in TASKS.values():
+        used = task_is_used(task.name)
+        if task.is_pair:
+            add(f"--{task.name}_pairing", choices=sorted(PAIRINGS), needs=used, of_task=task.name,
+                help="for one task instead of --pairing")  # fmt: skip
+        add(f"--{task.name}_pooling", choices=list(heads.POOLERS), needs=used, of_task=task.name,
+            help="for one task instead of --pooling")  # fmt: skip
+        add(f"--{task.name}_head", choices=list(heads.HEADS), needs=used, of_task=task.name,
+            help="for one task instead of --head")  # fmt: skip
+
+
+def _add_files(new: ArgumentParser) -> None:
+    shared_flags.add_files(new, max_length=512)
+    shared_flags.add_predictions(new)
+    add = new.section("files")
+    add("--train_tasks", nargs="+", choices=sorted(TASKS), needs=ALWAYS, help="train these, score all of --tasks")
+    add("--max_train", type=number(int, 2, 10**9), needs=ALWAYS, metavar="N", help="train on at most N rows per task")
+    add("--repeated_ids", action=Switch, needs=ALWAYS, help="allow repeated ids in training files")
+    predicts = Need("--predict_only", lambda args: args.predict_only)
+    add("--predict_only", action=Switch, help="write the prediction files of --run without training",
+        needs=Need("--run", lambda args: args.run is not None, "Add --run runs/NAME"))  # fmt: skip
+    add("--run", type=Path, needs=predicts, help="the run's directory, for --predict_only")
+    add(
+        "--predict_train",
+        action=Switch,
+        needs=predicts,
+        help="also write the logits of the training rows, for --teacher",
+    )
+    for task in TASKS.values():
+        add(f"--{task.name}_train", nargs="+", needs=task_trains(task.name), of_task=task.name,
+            metavar="[READER:]PATH", help="training files (default: the course's); README lists readers")  # fmt: skip
+        for split in SCORED:
+            add(f"--{task.name}_{split}", needs=task_is_used(task.name), of_task=task.name, metavar="PATH",
+                help="file to score" if split == "dev" else "file to predict")  # fmt: skip
+            add(f"--{task.name}_{split}_out", needs=task_is_used(task.name), of_task=task.name, metavar="PATH",
+                help=f"prediction file (default: TASK-{split}-output.csv in --predictions)")  # fmt: skip
+        add(f"--{task.name}_fraction", type=number(float, 0, 1, above=True), default=1.0, of_task=task.name,
+            needs=task_trains(task.name), metavar="X", help="train on a random fraction of the rows")  # fmt: skip
+
+
+# --- complete flags ---------------------------------------------------------------------------------------------------
+
+
+def complete(args: argparse.Namespace) -> argparse.Namespace:
+    """Fill in the defaults that follow from other flags, for the tasks that are used."""
+    args = argparse.Namespace(**vars(args))
+    args.tasks = list(dict.fromkeys(args.tasks))
+    args.train_tasks = list(dict.fromkeys(args.train_tasks or args.tasks))
+    for task in map(TASKS.get, args.tasks):
+        read = SPLITS if task.name in args.train_tasks else SCORED
+        of_task = {split: str(args.data / task.filename(split)) for split in read}
+        of_task |= {f"{split}_out": str(args.predictions / f"{task.name}-{split}-output.csv") for split in SCORED}
+        of_task |= {"pooling": args.pooling, "head": args.head or task.predicts.default_head}
+        of_task |= {"pairing": args.pairing} if task.is_pair else {}
+        for key, default in of_task.items():
+            if getattr(args, f"{task.name}_{key}") is None:
+                setattr(args, f"{task.name}_{key}", default)
+    args.fine_tune_mode = {option: mode for mode, option in shared_flags.FINE_TUNE_MODES.items()}[args.option]
+    args.name = shared_flags.run_name(args, args.option)
+    return args
+
+
+def with_defaults(config: Any) -> argparse.Namespace:
+    """Complete flags from any namespace with some of them, such as the starter's; the rest are the defaults."""
+    given = dict(vars(config))
+    if "fine_tune_mode" in given and "option" not in given:
+        given["option"] = shared_flags.fine_tune_mode(given["fine_tune_mode"])
+    return complete(argparse.Namespace(**(vars(parser().parse_args([])) | given)))
+
+
+# Flags that have an effect when a trained run predicts; all others were decided by its training.
+PREDICTION_FLAGS = {"data", "predictions", "strict_data", "repeated_ids", "use_gpu", "eval_batch_size", "precision"}
+PREDICTION_FLAGS |= {"attention", "symmetric", "max_length", "pos_cache", "predict_only", "predict_train", "run"}
+PREDICTION_FLAGS |= {"model", "fine_tune_mode"}  # the checkpoint may have moved; the other follows from --option
+
+
+def file_flags() -> set[str]:
+    """The flags that name data files and prediction files."""
+    return {f"{task}_{split}" for task in TASKS for split in (*SPLITS, *(f"{split}_out" for split in SCORED))}
+
+
+def of_run(folder: Path, argv: list[str] | None = None) -> argparse.Namespace:
+    """The flags that a run was trained with, overridden by those given now, such as --use_gpu or --data."""
+    stored = Run.reopen(folder).facts["args"]
+    if not (folder / "model.safetensors").is_file():  # an ensemble of logits has none
+        raise InputError(f"{folder}: must have model.safetensors, found none. Use a trained run, or a soup.")
+    if not isinstance(stored.get("tasks"), list) or "train_tasks" not in stored:
+        raise InputError(f"{folder}: must be a run of multitask_classifier.py, or a soup. Choose another.")
+    unknown = [name for name in stored["tasks"] if name not in TASKS]
+    if unknown:
+        raise InputError(
+            f"{folder}: was trained on {unknown[0]}, which is not in tasks.py. Add the task, or choose another."
+        )
+    defaults = vars(parser().parse_args([]))
+    flags = argparse.Namespace(**defaults | stored | {"use_gpu": False})  # the machine may be another one
+    flags.data, flags.predictions = Path(flags.data), Path(flags.predictions)
+    usual = complete(argparse.Namespace(**defaults | {k: getattr(flags, k) for k in ("data", "predictions", "tasks")}))
+    for name, split in itertools.product(flags.tasks, SPLITS):
+        for key in (f"{name}_{split}", f"{name}_{split}_out"):
+            if hasattr(usual, key) and getattr(flags, key) == getattr(usual, key):
+                setattr(flags, key, None)  # follows from --data and --predictions, which may be given again
+    before = complete(flags)
+    flags = complete(parser().parse_args(argv, flags))  # argparse keeps what is set already and not given
+    for key in sorted(vars(before).keys() - PREDICTION_FLAGS - file_flags()):
+        then, now = as_text(getattr(before, key)), as_text(getattr(flags, key))  # paths are stored as text
+        if then != now:
+            raise InputError(
+                f"--{key} {now}: {folder} was trained with {then}, which cannot be changed afterwards. "
+                f"Leave out --{key}."
+            )
+    given = parser().by_flag(parser().expand(sys.argv[1:] if argv is None else argv))
+    parser().refuse_idle_flags(flags, only={parser().flags[tokens[0].partition("=")[0]].dest for tokens in given})
+    check_outputs(flags)
+    flags.runs, flags.name = folder.parent, folder.name
+    return flags
+
+
+# Flags that may differ between the start of a run and --resume; head, pooling and pairing are compared task by task.
+MAY_DIFFER = {"resume", "runs", "fine_tune_mode", "use_gpu", "eval_batch_size", "predict_only", "run", "pos_cache"}
+MAY_DIFFER |= {"head", "pooling", "pairing"}
+
+
+def open_run(args: argparse.Namespace) -> Run:
+    """A new run, or the one to resume."""
+    folder, data = args.runs / args.name, data_files(args)
+    if not args.resume:
+        return Run.create(folder, args, data)
+    unused = [f"{name}_" for name in TASKS if name not in args.tasks]
+    unused += [f"{name}_train" for name in args.tasks if name not in args.train_tasks]
+    of_unused = {key for key in vars(args) if key.startswith(tuple(unused))}
+    return Run.resume(folder, args, upgraded, data, MAY_DIFFER | of_unused)
+
+
+def upgraded(stored: dict[str, Any]) -> dict[str, Any]:
+    """The flags of a run as today's suite would write them; the run may be older than some flags and tasks."""
+    flags = argparse.Namespace(**vars(parser().parse_args([])) | stored)
+    flags.data, flags.predictions = Path(flags.data), Path(flags.predictions)
+    return vars(complete(flags))
+
+
+# --- checks -----------------------------------------------------------------------------------------------------------
+
+
+def validate(args: argparse.Namespace) -> None:
+    """Refuse flags that do nothing and combinations that are impossible, in one line with the remedy."""
+    parser().refuse_idle_flags(args)
+    absent = [name for name in args.train_tasks if name not in args.tasks]
+    if absent:
+        raise InputError(f"--train_tasks must be among --tasks, found {absent[0]}. Add it to --tasks, or leave it out.")
+    for branch in branches(args).values():
+        check_branch(branch, args)
+        check_files(branch.task, args)
+    check_outputs(args)
+    check_teacher(args)
+    check_chunks(args)
+    smart.check_arguments(args)
+    adapters.check_arguments(args)
+    if args.option == "pretrain":
+        check_frozen(args)
+    check_what_to_do(args)
+
+
+def check_what_to_do(args: argparse.Namespace) -> None:
+    given = [flag for flag in ("resume", "predict_only", "dry_run") if getattr(args, flag)]
+    if len(given) > 1:
+        raise InputError(f"--{given[0]} and --{given[1]} exclude each other. Leave one out.")
+
+
+def check_branch(branch: Branch, args: argparse.Namespace) -> None:
+    """Refuse a head, pairing and loss that do not fit the task or each other."""
+    task, spec = branch.task, getattr(args, f"{branch.task.name}_loss")
+    vectors = len(branch.pairing_for("train").views[0])
+    heads.check_head(branch.head, task, vectors, f"--{task.name}_head")
+    terms = losses_of(args, task.name)
+    for name, loss in terms.items():
+        if loss.compares_rows and args.batch_size == 1:
+            raise InputError(
+                f"--{task.name}_loss {spec}: {name} compares the rows of a batch, found --batch_size 1. Use 8 or more."
+            )
+        if loss.on_vectors and task.is_pair and vectors == 1:
+            raise InputError(
+                f"--{task.name}_loss {spec}: {name} compares the vectors of sentences, but --{task.name}_pairing "
+                f"{branch.pairing} makes one vector per pair. Use --{task.name}_pairing bi."
+            )
+    if not any(loss.trains_head for loss in terms.values()) and not heads.HEADS[branch.head].works_untrained:
+        other = f", or --{task.name}_head cosine_affine" if task.is_pair else ""
+        raise InputError(
+            f"--{task.name}_loss {spec} trains vectors only, but --{task.name}_head {branch.head} has to learn too. "
+            f"Use --{task.name}_loss {task.predicts.default_loss}+{spec}{other}."
+        )
+
+
+def check_files(task: Task, args: argparse.Namespace) -> None:
+    """Refuse unknown readers, readers that do not fit, and files to score that are not in the course's format."""
+    for path in data_paths(task, args, "train"):
+        reader_of(task, path)
+    for split in SCORED:
+        for path in data_paths(task, args, split):
+            name, _ = source_of(path)
+            if name != "handout":
+                raise InputError(
+                    f"--{task.name}_{split} {path}: must be in the course's format, found the reader {name}. "
+                    f"Use it with --{task.name}_train."
+                )
+
+
+def check_outputs(args: argparse.Namespace) -> None:
+    """Refuse a prediction file that would overwrite a data file or another prediction file."""
+    taken = {
+        source_of(path)[1].resolve(): f"--{name}_{split}"
+        for name, split in itertools.product(args.tasks, SPLITS)
+        for path in data_paths(TASKS[name], args, split)
+    }
+    for name, split in itertools.product(args.tasks, SCORED):
+        flag, path = f"--{name}_{split}_out", Path(getattr(args, f"{name}_{split}_out"))
+        other = taken.setdefault(path.resolve(), flag)
+        if other != flag:
+            raise InputError(f"{flag} {path}: must be a file of its own, found that of {other}. Use another path.")
+
+
+def check_teacher(args: argparse.Namespace) -> None:
+    students = tasks_with(args, "distill")
+    if students and args.teacher is None:
+        raise InputError(
+            f"--{students[0]}_loss {getattr(args, f'{students[0]}_loss')} needs the teacher's logits, found no "
+            f"--teacher. Add --teacher DIR, a directory with {students[0]}-train.npz."
+        )
+    if students and args.repeated_ids:
+        raise InputError(
+            "--teacher and --repeated_ids exclude each other: a row's teacher is found by its id. Leave one out."
+        )
+
+
+def check_chunks(args: argparse.Namespace) -> None:
+    views = [branches(args)[name].pairing_for("train").views for name in args.train_tasks]
+    most = args.batch_size * max(1 + max(i for view in of_task for i in view) for of_task in views)
+    if args.chunk_rows is not None and args.chunk_rows >= most:
+        raise InputError(
+            f"--chunk_rows must be below the number of sentences in a batch, at most {most} here, found "
+            f"{args.chunk_rows}. Lower it, or leave it out."
+        )
+
+
+def check_frozen(args: argparse.Namespace) -> None:
+    """Refuse a frozen encoder if nothing above it would learn, or if a loss trains the encoder only."""
+    feature_learns = pos.FEATURES[args.feature].own_parameters
+    for branch in (branches(args)[name] for name in args.train_tasks):
+        name = branch.task.name
+        pooler_learns = heads.POOLERS[branch.pooling].own_parameters
+        shared_layer_learns = args.share_pair_layer and branch.task.is_pair
+        head_learns = heads.HEADS[branch.head].own_parameters
+        if not (shared_layer_learns or pooler_learns or feature_learns or head_learns):
+            raise InputError(
+                f"--{name}_head {branch.head} has no weights of its own, and --option pretrain, the handout's default, "
+                f"freezes the encoder: nothing would learn. Use --option finetune, or --{name}_head linear."
+            )
+        for loss_name, loss in losses_of(args, name).items():
+            if loss.needs_dropout or not (loss.trains_head or pooler_learns or feature_learns):
+                raise InputError(
+                    f"--{name}_loss {getattr(args, f'{name}_loss')}: {loss_name} trains the encoder, but --option "
+                    f"pretrain, the handout's default, freezes it. Use --option finetune, or leave {loss_name} out."
+                )
+
+
+# --- model ------------------------------------------------------------------------------------------------------------
+
+
+def branches(args: argparse.Namespace) -> dict[str, Branch]:
+    """Pooling, head and pairing of every task."""
+
+    return {
+        name: Branch(
+            TASKS[name],
+            pooling=getattr(args, f"{name}_pooling"),
+            head=getattr(args, f"{name}_head"),
+            pairing=getattr(args, f"{name}_pairing", args.pairing),
+            symmetric=args.symmetric,
+        )
+        for name in args.tasks
+    }
+
+
+def model_values(args: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of MultitaskBERT."""
+    bert = BertModel.from_pretrained(args.model, keep_layers=args.keep_layers)
+    bert.use_attention(args.attention)
+    bert.checkpoint_activations = args.checkpoint_activations
+    return {
+        "bert": bert,
+        "branches": list(branches(args).values()),
+        "dropout": args.hidden_dropout_prob,
+        "frozen": args.option == "pretrain",
+        "train_encoder": not args.adapter_only,
+        "share_pair_layer": args.share_pair_layer,
+        "max_length": args.max_length,
+        "chunk_rows": args.chunk_rows,
+        "weighting": losses.build_weighting(args, [TASKS[name] for name in args.tasks]),
+        "feature": partial(pos.build_feature, args),
+        "adapter": partial(adapters.build_adapter, args),
+    }
+
+
+def build_model(args: argparse.Namespace) -> MultitaskBERT:
+    return MultitaskBERT(**model_values(args))
+
+
+def build_trainer(args: argparse.Namespace, model: MultitaskBERT, precision: Precision, total_steps: int) -> Trainer:
+    update = optimizer.build_optimizer(args, model)
+    return Trainer(
+        model,
+        {name: losses.build_objective(getattr(args, f"{name}_loss"), TASKS[name], args) for name in args.tasks},
+        update,
+        optimizer.build_schedule(update, args.schedule, total_steps, args.warmup),
+        precision,
+        args.clip,
+        smart.build_regularizer(args, model),
+        model.weighting,
+        pcgrad.build_combiner(args, model.shared_parameters()),
+        optimizer.build_averager(args, model),
+        {name: TASKS[name].predicts for name in args.tasks},
+    )
+
+
+# --- data -------------------------------------------------------------------------------------------------------------
+
+Splits = dict[str, dict[str, Split]]  # by task, then by train, dev, test
+
+
+def data_paths(task: Task, args: argparse.Namespace, split: str) -> list[Path]:
+    """As given: a training file may have a reader's name in front, as in snli:data/train.jsonl.
+
+    Empty for the training files of a task that does not train.
+    """
+    given = getattr(args, f"{task.name}_{split}")
+    return [Path(path) for path in (given if isinstance(given, list) else [given] if given else [])]
+
+
+def data_files(args: argparse.Namespace) -> list[Path]:
+    """All files that a run reads."""
+    files = [(name, split) for name in args.tasks for split in SCORED]
+    files += [(name, "train") for name in args.train_tasks]
+    data = [source_of(path)[1] for name, split in files for path in data_paths(TASKS[name], args, split)]
+    return [*data, *teacher_files(args).values()]
+
+
+def build_tokenizer(args: argparse.Namespace) -> BertTokenizer:
+    return pos.build_tokenizer(args, BertTokenizer.from_pretrained(args.model, max_length=args.max_length))
+
+
+def load_splits(args: argparse.Namespace, tokenizer: BertTokenizer, which: Iterable[str]) -> Splits:
+    """Read and tokenize these splits of all tasks; only the tasks that train have a training split."""
+    splits: Splits = {}
+    for name, branch in branches(args).items():
+        wanted = [split for split in which if split != "train" or name in args.train_tasks]
+        splits[name] = {
+            split: read_split(
+                branch.task,
+                data_paths(branch.task, args, split),
+                tokenizer,
+                branch.pairing_for(split),
+                labeled=split != "test",
+                strict=args.strict_data,
+                repeated_ids=args.repeated_ids and split == "train",
+            )
+            for split in wanted
+        }
+        if "train" in splits[name]:
+            splits[name]["train"] = training_rows(splits[name]["train"], args)
+        if args.dry_run:
+            two_steps = 2 * args.batch_size * args.accumulate
+            splits[name] = {s: rows.select(torch.arange(min(len(rows), two_steps))) for s, rows in splits[name].items()}
+    return splits
+
+
+def training_rows(split: Split, args: argparse.Namespace) -> Split:
+    """The rows to train on: a random fraction or at most --max_train of them, the same ones for the same seed."""
+    if any(loss.compares_rows for loss in losses_of(args, split.task.name).values()):
+        split = split.with_text_hashes()
+    wanted = max(2, round(getattr(args, f"{split.task.name}_fraction") * len(split)))
+    wanted = min(wanted, args.max_train or wanted)
+    if wanted >= len(split):
+        return split
+    rows = torch.randperm(len(split), generator=epoch_generator(args.seed, 0))[:wanted]
+    return split.select(rows.sort().values)
+
+
+def teacher_files(args: argparse.Namespace) -> dict[str, Path]:
+    """The files with the teacher's logits, by task."""
+    return {name: Path(args.teacher) / f"{name}-train.npz" for name in tasks_with(args, "distill")}
+
+
+def logits_remedy(folder: Path, *, train: bool) -> str:
+    """How to write a run's logits again, for messages."""
+    if (folder / "ensemble.json").is_file():
+        return f"Predict with its runs{' and --predict_train' * train}, then combine them again."
+    return f"Predict again: multitask_classifier.py --predict_only{' --predict_train' * train} --run {folder}"
+
+
+def with_teacher(split: Split, path: Path) -> Split:
+    """The training rows with the teacher's logits, looked up by id; the teacher may know more rows."""
+    logits = read_logits(path, split.task, logits_remedy(path.parent, train=True), labeled=False)
+    places = {identifier: row for row, identifier in enumerate(logits.ids)}
+    absent = [identifier for identifier in split.ids if identifier not in places]
+    if absent:
+        raise InputError(
+            f"{path}: must have logits for every training row of {split.task.name}; {len(absent)} of {len(split)} are "
+            f"missing, such as {absent[0]}. Write them with --predict_only --predict_train --run RUN on this data."
+        )
+    return split.with_teacher(torch.from_numpy(logits.logits)[[places[identifier] for identifier in split.ids]])

@@ -1,0 +1,98 @@
+"""Flags that several scripts share: the encoder, the machine, data files, runs, long trainings."""
+
+import argparse
+import time
+from pathlib import Path
+
+from bert import ATTENTIONS
+from flags import ALWAYS, ENCODER_TRAINS, ArgumentParser, Switch, number
+from utils import InputError, Precision
+
+FINE_TUNE_MODES = {"last-linear-layer": "pretrain", "full-model": "finetune"}  # later handouts' values, for --option
+
+
+def fine_tune_mode(name: str) -> str:
+    """An argparse type: the value of --option for a value of --fine-tune-mode."""
+    if name not in FINE_TUNE_MODES:
+        raise argparse.ArgumentTypeError(f"must be one of {', '.join(FINE_TUNE_MODES)}, found {name!r}")
+    return FINE_TUNE_MODES[name]
+
+
+def add_option(parser: ArgumentParser) -> None:
+    add = parser.section("most used")
+    add("--option", choices=("pretrain", "finetune"), default="pretrain", needs=ALWAYS,
+        help="pretrain freezes BERT, finetune trains all of it")  # fmt: skip
+    add("--fine-tune-mode", "--fine_tune_mode", dest="option", type=fine_tune_mode, default=argparse.SUPPRESS,
+        needs=ALWAYS, metavar="MODE", help=f"later name of --option: {', '.join(FINE_TUNE_MODES)}")  # fmt: skip
+
+
+def add_most_used(parser: ArgumentParser, epochs: int) -> None:
+    add = parser.section("most used")
+    add("--model", default="bert-base-uncased", needs=ALWAYS, metavar="NAME",
+        help="minilm, a hub id, or the directory of a checkpoint or run")  # fmt: skip
+    add("--data", type=Path, default=Path("data"), needs=ALWAYS,
+        help="directory with the course's files; data/sample comes with the project")  # fmt: skip
+    add("--epochs", type=number(int, 1, 1000), default=epochs, needs=ALWAYS, metavar="N", help="passes over the data")
+    add("--seed", type=number(int, 0, 2**31), default=11711, needs=ALWAYS, metavar="N",
+        help="random seed of weights, batches and dropout")  # fmt: skip
+    add("--use_gpu", action=Switch, needs=ALWAYS, help="train on CUDA")
+    add("--precision", choices=sorted(Precision.DTYPES), default="fp32", needs=ALWAYS,
+        help="mixed precision; a T4 has no bf16, use fp16 there")  # fmt: skip
+    add("--name", needs=ALWAYS, help="name of the run (default: made from the time)")
+
+
+def add_encoder(parser: ArgumentParser) -> None:
+    add = parser.section("the model")
+    add(
+        "--keep_layers",
+        type=number(int, 1, 1000),
+        needs=ALWAYS,
+        metavar="N",
+        help="keep only the first N layers of BERT",
+    )
+    add("--attention", choices=sorted(ATTENTIONS), default="fastest", needs=ALWAYS, help="how attention is computed")
+
+
+def add_long_training(parser: ArgumentParser) -> None:
+    """The flags of scripts whose runs take hours."""
+    add = parser.section("most used")
+    add("--resume", action=Switch, needs=ALWAYS, help="continue the run --name after its last finished epoch")
+    add(
+        "--dry_run", action=Switch, needs=ALWAYS, help="two steps of everything in a temporary directory; keeps nothing"
+    )
+    add = parser.section("time and memory")
+    add("--accumulate", type=number(int, 1, 4096), default=1, needs=ALWAYS, metavar="N",
+        help="average the gradients of N draws of the sampler, or N batches, into one update")  # fmt: skip
+    add("--compile", action=Switch, needs=ENCODER_TRAINS, help="compile the layers of BERT with torch.compile")
+    add("--checkpoint_activations", action=Switch, needs=ENCODER_TRAINS,
+        help="save memory: recompute each layer in the backward pass")  # fmt: skip
+    add("--patience", type=number(int, 0, 1000), default=0, needs=ALWAYS, metavar="N",
+        help="stop after N epochs without a better one; 0 means never")  # fmt: skip
+
+
+def add_files(parser: ArgumentParser, max_length: int) -> None:
+    add = parser.section("files")
+    add("--max_length", type=number(int, 4, 512), default=max_length, needs=ALWAYS, metavar="N",
+        help="truncate longer texts to N tokens")  # fmt: skip
+    add("--strict_data", action=Switch, needs=ALWAYS, help="stop at a row that cannot be used instead of skipping it")
+    add("--runs", type=Path, default=Path("runs"), needs=ALWAYS, help="directory for runs: log, weights, state")
+
+
+def add_predictions(parser: ArgumentParser) -> None:
+    add = parser.section("files")
+    add(
+        "--predictions", type=Path, default=Path("predictions"), needs=ALWAYS, help="directory for the prediction files"
+    )
+
+
+def add_eval_batch_size(parser: ArgumentParser) -> None:
+    add = parser.section("time and memory")
+    add("--eval_batch_size", type=number(int, 1, 4096), default=32, needs=ALWAYS, metavar="N",
+        help="rows per forward pass in evaluation")  # fmt: skip
+
+
+def run_name(args: argparse.Namespace, prefix: str) -> str:
+    """--name, or a name made from the time."""
+    if args.name is None and getattr(args, "resume", False):
+        raise InputError("--resume needs the name of the run to continue, found no --name. Add --name NAME.")
+    return args.name or f"{prefix}-{time.strftime('%Y%m%d-%H%M%S')}"

@@ -1,0 +1,371 @@
+"""The trials of a hyper-parameter search: flags, trainings, table, plot, and the best trial as a recipe.
+
+sweep.py is the script; it imports this file after its flags are parsed, since Optuna and matplotlib load slowly.
+"""
+
+import argparse
+import contextlib
+import io
+import itertools
+import math
+import statistics
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import optuna
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
+from optuna.samplers import BaseSampler
+from optuna.trial import FrozenTrial, TrialState
+
+import multitask_classifier
+import multitask_flags
+from evaluation import read_logits
+from flags import suggestion
+from readers import read_examples
+from study import (
+    PRUNERS,
+    SEARCHES,
+    Flags,
+    alone,
+    at_point,
+    corners,
+    may_differ,
+    open_study,
+    read_space,
+    score_of,
+    settled,
+    text_of,
+    tokens,
+)
+from tasks import TASKS
+from tokenizer import BertTokenizer
+from utils import InputError, atomic_path, choose_device, writable_directory, write_text
+
+# --- flags ------------------------------------------------------------------------------------------------------------
+
+
+def read_flags(given: list[str]) -> Flags:
+    """Flags of multitask_classifier.py by destination; the later one wins. Parsing refuses unknown ones."""
+    parser = multitask_flags.parser()
+    actions = {group[0]: parser.flags.get(group[0].partition("=")[0]) for group in parser.by_flag(given)}
+    return {actions[group[0]].dest: group for group in parser.by_flag(given) if actions[group[0]] is not None}
+
+
+def with_trials(args: argparse.Namespace) -> argparse.Namespace:
+    """Add to the flags of sweep.py: `space`, `base` (what all trials share) and `flags` (the same, parsed)."""
+    args = argparse.Namespace(**vars(args))
+    for flag, registry in (("method", SEARCHES), ("pruner", PRUNERS)):
+        if (value := getattr(args, flag)) not in registry:
+            hint = suggestion(value, registry)
+            raise InputError(f"--{flag} must be one of {', '.join(registry)}; found {value!r}.{hint}")
+    parser = multitask_flags.parser()
+    for key in ("name", "resume", "predict_only", "run"):
+        if key in read_flags(parser.expand(args.rest)):
+            raise InputError(
+                f"--{key} is not for sweep.py, which names its runs and continues by itself. Leave it out."
+            )
+    shared = parser.effective(args.rest, multitask_flags.complete)
+    args.flags = multitask_flags.complete(parser.parse_args(shared))
+    args.base = read_flags(shared)
+    args.space = read_space(args.search)
+    if args.seeds and "seed" in args.base:
+        raise InputError("--seed and --seeds exclude each other. Use --seeds alone.")
+    args.seeds = list(dict.fromkeys(args.seeds or [args.flags.seed]))
+    args.write_recipe = args.write_recipe or args.study.with_name(f"{args.study.stem}-best.txt")
+    validate(args)
+    return args
+
+
+def validate(args: argparse.Namespace) -> None:
+    """Refuse what no trial could run with, in one line with the remedy."""
+    ranges = [key for key, d in args.space.items() if not isinstance(d, CategoricalDistribution)]
+    if ranges and args.method != "tpe":
+        raise InputError(
+            f"--method {args.method} needs lists of values, but {ranges[0]} has a range. "
+            f"Write {ranges[0]}=A,B,C, or use --method tpe."
+        )
+    if args.method == "tpe" and args.trials is None and not args.dry_run:
+        raise InputError("--method tpe never ends by itself. Add --trials 30.")
+    written = {args.study, args.study.with_suffix(".png"), args.write_recipe}
+    if len(written) < 3:
+        raise InputError(
+            f"--study {args.study}, its plot and --write_recipe {args.write_recipe} must be three files. Rename one."
+        )
+    refused = []
+    for point in itertools.islice(corners(args.space), 100):
+        try:
+            multitask_classifier.get_args(tokens(at_point(args.base, point)))
+            return
+        except InputError as error:
+            refused.append(error)
+    raise InputError(f"no trial could run: {refused[0]}") from refused[0]
+
+
+def check_inputs(args: argparse.Namespace) -> None:
+    """Find what would make every trial fail, before the first one."""
+    choose_device(args.flags.use_gpu)
+    if "model" not in args.space:
+        BertTokenizer.from_pretrained(args.flags.model)
+    for name, split in itertools.product(args.flags.tasks, multitask_flags.SPLITS):
+        if split == "train" and name not in args.flags.train_tasks:
+            continue
+        read_examples(
+            TASKS[name], multitask_flags.data_paths(TASKS[name], args.flags, split), labeled=split != "test",
+            strict=args.flags.strict_data, repeated_ids=args.flags.repeated_ids and split == "train",
+        )  # fmt: skip
+    for name, path in multitask_flags.teacher_files(args.flags).items():
+        read_logits(path, TASKS[name], multitask_flags.logits_remedy(path.parent, train=True), labeled=False)
+    writable_directory(args.flags.predictions, "--predictions")
+    writable_directory(args.write_recipe.parent, "the directory of --write_recipe")
+    if args.write_recipe.exists():
+        try:
+            ours = args.write_recipe.read_text(encoding="utf-8").startswith(recipe_header(args) + ",")
+        except (OSError, UnicodeDecodeError):
+            ours = False
+        if not ours:
+            raise InputError(
+                f"--write_recipe {args.write_recipe}: exists, and is not this study's recipe. Use another."
+            )
+
+
+def dry(args: argparse.Namespace, folder: Path) -> argparse.Namespace:
+    """The same sweep, shortened, in a temporary directory."""
+    kept = {k: v for k, v in args.base.items() if k not in may_differ() | {"steps_per_epoch", "epochs"}}
+    base = [*tokens(kept), "--dry_run", "--runs", str(folder), "--predictions", str(folder), "--epochs", "1"]
+    own = {"study": folder / "study.db", "write_recipe": folder / "best.txt", "trials": 2, "seeds": args.seeds[:1]}
+    flags = multitask_flags.complete(multitask_flags.parser().parse_args(base))
+    return argparse.Namespace(**vars(args) | own | {"base": read_flags(base), "flags": flags})
+
+
+# --- trials -----------------------------------------------------------------------------------------------------------
+
+
+def run_names(args: argparse.Namespace, trial: int) -> dict[int, str]:
+    """The name of the run of each seed."""
+    ends = {seed: f"-seed{seed}" if len(args.seeds) > 1 else "" for seed in args.seeds}
+    return {seed: f"{args.study.stem}-{trial}{end}" for seed, end in ends.items()}
+
+
+def train(args: argparse.Namespace, trial: optuna.Trial) -> list[dict[str, float]]:
+    """Train with every seed, and return the dev scores of each. The pruner sees the first seed's epochs."""
+    scores_by_seed = []
+
+    def report(epoch: int, scores: dict[str, float]) -> None:
+        trial.report(score_of(scores), epoch)
+        if epoch < flags.epochs and trial.should_prune():  # after its last epoch there is nothing to save
+            raise optuna.TrialPruned
+
+    for seed, name in run_names(args, trial.number).items():
+        own = {"seed": ["--seed", str(seed)], "name": ["--name", name]}
+        flags = multitask_classifier.get_args(tokens(at_point(args.base, trial.params) | own))
+        watch = {} if scores_by_seed else {"on_epoch": report}
+        with contextlib.nullcontext() if args.verbose else contextlib.redirect_stdout(io.StringIO()):
+            scores_by_seed.append(multitask_classifier.train_multitask(flags, **watch))
+    return scores_by_seed
+
+
+def trained_before(trial: optuna.Trial, study: optuna.Study) -> FrozenTrial | None:
+    """A finished trial with the same flags: tpe may return to a point of lists."""
+    wanted = {key: text_of(value) for key, value in trial.params.items()}
+    finished = (t for t in study.trials if t.state == TrialState.COMPLETE)
+    return next((t for t in finished if {k: text_of(v) for k, v in t.params.items()} == wanted), None)
+
+
+def run_trial(args: argparse.Namespace, study: optuna.Study, sampler: BaseSampler) -> FrozenTrial:
+    """Run one trial. A mistake in it is its result, and the study continues."""
+    for name in run_names(args, len(study.trials)).values():
+        if (args.flags.runs / name).exists():
+            raise InputError(
+                f"{args.flags.runs / name}: the run of the next trial would go there, but it exists, from another "
+                "study of that name. Move it, or use another --study or --runs."
+            )
+    study.sampler = sampler
+    trial = study.ask(args.space)
+    twin = trained_before(trial, study)
+    try:
+        scores = twin.user_attrs["scores"] if twin else train(args, trial)
+    except optuna.TrialPruned:
+        return study.tell(trial, state=TrialState.PRUNED)
+    except (InputError, torch.OutOfMemoryError) as error:
+        trial.set_user_attr("reason", str(error).splitlines()[0])
+        return study.tell(trial, state=TrialState.FAIL)
+    trial.set_user_attr("scores", scores)
+    return study.tell(trial, statistics.fmean(map(score_of, scores)))
+
+
+def run_study(args: argparse.Namespace, study: optuna.Study) -> None:
+    while args.trials is None or len(settled(study)) < args.trials:
+        sampler = SEARCHES[args.method](args, study)
+        if sampler is None:
+            return
+        started = time.monotonic()
+        trial = run_trial(args, study, sampler)
+        line = [f"trial {trial.number}", *(f"{key} {text_of(value)}" for key, value in trial.params.items())]
+        line += [outcome(trial), "best" if trial.number == best_number(study) else "    "]
+        print(" | ".join([*line, f"{time.monotonic() - started:.0f} s"]), flush=True)
+
+
+# --- results ----------------------------------------------------------------------------------------------------
+
+
+def best_number(study: optuna.Study) -> int | None:
+    """The trial with the highest score, the earlier one in a tie."""
+    finished = study.get_trials(deepcopy=False, states=[TrialState.COMPLETE])
+    return max(finished, key=lambda t: (t.value, -t.number)).number if finished else None
+
+
+def standard_error(trial: FrozenTrial) -> float | None:
+    """The standard error of the mean over the seeds."""
+    scores = [score_of(scores) for scores in trial.user_attrs.get("scores", [])]
+    return statistics.stdev(scores) / math.sqrt(len(scores)) if len(scores) > 1 else None
+
+
+def outcome(trial: FrozenTrial) -> str:
+    if trial.state == TrialState.COMPLETE:
+        error = standard_error(trial)
+        return f"score {trial.value:.4f}" + (f" +- {error:.4f}" if error is not None else "")
+    if trial.state == TrialState.PRUNED:
+        return f"pruned after epoch {trial.last_step} at {trial.value:.4f}"
+    return f"failed: {trial.user_attrs['reason']}" if "reason" in trial.user_attrs else "killed, so repeated"
+
+
+def ranked(study: optuna.Study) -> list[FrozenTrial]:
+    """Finished trials by score, then pruned ones, then the rest."""
+    order = {TrialState.COMPLETE: 0, TrialState.PRUNED: 1}
+    return sorted(study.trials, key=lambda t: (order.get(t.state, 2), -(t.value or 0), t.number))
+
+
+def table(study: optuna.Study, args: argparse.Namespace) -> str:
+    rows = [["trial", *args.space, *args.flags.tasks, "outcome"]]
+    for trial in ranked(study):
+        scores = trial.user_attrs.get("scores", [])
+        means = [f"{statistics.fmean(s[task] for s in scores):.3f}" if scores else "-" for task in args.flags.tasks]
+        params = [text_of(trial.params.get(key, "-")) for key in args.space]  # a killed trial may have none
+        rows.append([str(trial.number), *params, *means, textwrap.shorten(outcome(trial), 80, placeholder=" ...")])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(" | ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+
+# --- the plot ---------------------------------------------------------------------------------------------------------
+
+POINTS = {  # how a trial is drawn, by how it ended
+    TrialState.COMPLETE: {"color": "tab:blue", "marker": "o", "label": "finished"},
+    TrialState.PRUNED: {
+        "color": "tab:orange",
+        "marker": "o",
+        "markerfacecolor": "none",
+        "label": "pruned, at its last epoch",
+    },
+    TrialState.FAIL: {"color": "tab:gray", "marker": "x", "label": "failed, no score"},
+}
+
+
+def plot(study: optuna.Study, args: argparse.Namespace, path: Path) -> None:
+    """Plot the score over the trials, then over each parameter; trials without a score are at the bottom."""
+    trials, panels = settled(study), 1 + len(args.space)
+    columns = 2 if panels == 4 else min(3, panels)
+    lines = -(-panels // columns)
+    figure = Figure(figsize=(4.2 * columns, 3.6 * lines), layout="constrained")
+    axes = figure.subplots(lines, columns, sharey=True, squeeze=False).flatten()
+    _draw(axes[0], trials, [float(t.number) for t in trials])
+    finished = [t for t in trials if t.state == TrialState.COMPLETE]
+    highest = list(itertools.accumulate((t.value for t in finished), max))
+    axes[0].step([t.number for t in finished], highest, where="post", color="tab:green", zorder=0, label="best so far")
+    axes[0].xaxis.get_major_locator().set_params(integer=True)
+    axes[0].set_xlabel("trial")
+    for axis, (key, distribution) in zip(axes[1:], args.space.items(), strict=False):
+        _draw(axis, trials, _places(axis, distribution, [t.params[key] for t in trials]))
+        axis.set_xlabel(key)
+    for i, axis in enumerate(axes):
+        axis.grid(alpha=0.3)
+        axis.set_visible(i < panels)
+        axis.margins(y=0.08)
+        axis.tick_params(labelleft=True)
+    for axis in axes[::columns]:
+        axis.set_ylabel("score on dev")
+    entries = dict(zip(*reversed(axes[0].get_legend_handles_labels()), strict=True))  # one entry per label
+    figure.legend(entries.values(), entries.keys(), loc="outside upper right", ncols=len(entries), frameon=False)
+    figure.suptitle(f"{args.study.stem}: {args.method}, {len(trials)} trials", x=0.01, ha="left", fontsize="medium")
+    with atomic_path(path) as temporary:
+        figure.savefig(temporary, format="png", dpi=130)
+
+
+def _places(axis: Axes, distribution: BaseDistribution, values: list[Any]) -> list[float]:
+    """The x positions of the values: listed ones side by side, those of a range on its scale."""
+    if isinstance(distribution, CategoricalDistribution):
+        count = len(distribution.choices)
+        axis.set_xticks(range(count), distribution.choices)
+        axis.set_xlim(-0.5, count - 0.5)
+        return [float(distribution.choices.index(value)) for value in values]
+    axis.set_xscale("log" if distribution.log else "linear")
+    if isinstance(distribution, IntDistribution) and not distribution.log:
+        axis.xaxis.get_major_locator().set_params(integer=True)
+    return [float(value) for value in values]
+
+
+def _draw(axis: Axes, trials: list[FrozenTrial], places: list[float]) -> None:
+    best = max((t.value for t in trials if t.state == TrialState.COMPLETE), default=None)
+    for trial, x in zip(trials, places, strict=True):
+        bottom = {"transform": axis.get_xaxis_transform()} if trial.state == TrialState.FAIL else {}
+        y = 0.03 if bottom else trial.value
+        axis.errorbar(x, y, standard_error(trial), linestyle="none", capsize=3, **POINTS[trial.state], **bottom)
+        if trial.state == TrialState.COMPLETE and trial.value == best:
+            axis.plot(x, y, "o", color="tab:green", markersize=12, markerfacecolor="none", label="best")
+
+
+# --- the recipe -------------------------------------------------------------------------------------------------------
+
+NOT_IN_RECIPES = {"runs", "predictions", "use_gpu"}  # they depend on the user's machine
+
+
+def recipe_header(args: argparse.Namespace) -> str:
+    return f"# Written by sweep.py: the best trial of {args.study}"
+
+
+def recipe(study: optuna.Study, args: argparse.Namespace) -> str:
+    """The best trial as a file of flags."""
+    trial = study.trials[best_number(study)]
+    by_seed, many = trial.user_attrs["scores"], len(args.seeds) > 1
+    scores = " | ".join(f"{name} {statistics.fmean(s[name] for s in by_seed):.4f}" for name in by_seed[0])
+    seeds = " ".join(map(str, args.seeds))
+    comment = [
+        f"{recipe_header(args)}, trial {trial.number}.",
+        f"# Dev: {scores} ({f'mean over the seeds {seeds}' if many else f'seed {seeds}'})",
+        f"# The best of {len(settled(study))} trials, chosen on dev: expect a lower score on new data.",
+        f"# Searched: --method {args.method} --search {' '.join(args.search)}",
+        f"# python multitask_classifier.py @{args.write_recipe}",
+    ]
+    seed = {} if many else {"seed": ["--seed", seeds]}
+    flags = at_point({k: v for k, v in args.base.items() if k not in NOT_IN_RECIPES}, trial.params) | seed
+    for line in (line for line in flags.values() if line):
+        cut = any(set(value) & set("# \t") or not value for value in line)  # a recipe cannot contain it
+        comment.append(f"# Add on the command line: {' '.join(map(repr, line))}" if cut else " ".join(line))
+    return "\n".join(comment) + "\n"
+
+
+# --- the whole search ------------------------------------------------------------------------------------------------
+
+
+def sweep(args: argparse.Namespace) -> None:
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    check_inputs(args)
+    with alone(args.study):
+        study = open_study(args)
+        before = len(settled(study))
+        print(f"{args.method} search of {', '.join(args.space)} | {args.study}: {before} trials so far", flush=True)
+        run_study(args, study)
+        print(table(study, args))
+        number_of_best = best_number(study)
+        if number_of_best is None:
+            last = f" The last: {outcome(study.trials[-1])}" if study.trials else ""
+            raise InputError(f"--study {args.study}: no trial finished, so none is the best.{last}")
+        plot(study, args, args.study.with_suffix(".png"))
+        write_text(args.write_recipe, recipe(study, args))
+    best = study.trials[number_of_best]
+    print(f"best: trial {best.number}, {outcome(best)}; chosen on dev, so expect a lower score on new data")
+    print(f"wrote {args.study.with_suffix('.png')} and {args.write_recipe}")
