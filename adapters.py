@@ -299,7 +299,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="what is added to BERT's layers",
     )
     add("--adapter_only", action=Switch, needs=NEEDS_OWN_PARAMETERS,
-        help="train only the adapter and what follows BERT; BERT's weights stay, its dropout is on")  # fmt: skip
+        help="freeze BERT's weights, not its dropout; train the adapter, poolers and heads")  # fmt: skip
     add(
         "--pal_dim",
         type=number(int, 1, 4096),
@@ -312,7 +312,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         type=number(float, 0, 1e6, above=True),
         default=8.0,
         needs=lora,
-        help="updates count alpha / r times",
+        help="updates are scaled by alpha / r",
     )
     add(
         "--lora_on",
@@ -320,7 +320,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         choices=list(LINEARS),
         default=["query", "value"],
         needs=lora,
-        help="matrices of a layer",
+        help="which matrices LoRA adapts",
     )
     add("--mixout_p", type=number(float, 0, 0.99, above=True), default=0.7, needs=mixout,
         help="fraction of the weights that are replaced by pre-trained ones")  # fmt: skip

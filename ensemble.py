@@ -46,6 +46,7 @@ from utils import (
 )
 
 PLAIN_DEV = "dev"  # what an ensemble is scored on if nothing was fitted or chosen on dev
+INHERITED = "dev (a run was fitted or chosen on dev: expect less on test)"
 ROUNDS = 25  # of the greedy search for weights, which are therefore multiples of 1/25 or coarser
 
 # --- runs -------------------------------------------------------------------------------------------------------------
@@ -283,7 +284,7 @@ def weighted(args: argparse.Namespace, members: list[Member]) -> Ensemble:
                 f"--method weighted needs four dev rows, two to fit on and two to score, found {rows} of {name}. "
                 "Use --method mean."
             )
-    warn("the dev files contain all rows, also those the weights were fitted on: report the scores below instead.")
+    warn("the dev files contain all rows, including those the weights were fitted on: report the scores below.")
     pool, part = AVERAGES[args.average], partial(halves, seed=args.seed)
     scored_on = "the half of dev that no weight was fitted on"
     return of_logits(args, members, partial(greedy_weights, pool=pool), pool, part, scored_on)
@@ -385,7 +386,7 @@ def flags_of_soup(args: argparse.Namespace, members: list[Member]) -> argparse.N
         owners = {member.folder: given[member.folder] for member in having(members, name)}
         of_task = {k: v for k, v in vars(next(iter(owners.values()))).items() if k.startswith(f"{name}_")}
         for what in (w for w in BRANCH_FLAGS if f"{name}_{w}" in of_task):
-            values = {folder: getattr(flags, f"{name}_{what}") for folder, flags in owners.items()}
+            values = {f: getattr(multitask_flags.branches(flags)[name], what) for f, flags in owners.items()}
             of_task[f"{name}_{what}"] = must_agree(f"--{name}_{what}", values)
         of_task |= {f"{name}_{s}_out": str(args.predictions / f"{name}-{s}-output.csv") for s in ("dev", "test")}
         vars(merged).update(of_task)
@@ -528,11 +529,12 @@ def parser() -> ArgumentParser:
     add = new.section("most used")
     add("members", type=Path, nargs="+", metavar="RUN", needs=ALWAYS, help="directories of runs, at least two")
     add("--method", choices=list(METHODS), default="mean", needs=ALWAYS,
-        help="best takes one run per task, soup averages the weights")  # fmt: skip
+        help="mean of the outputs, best run per task, weights fitted on half of dev, majority vote, or mean of "
+        "the weights (soup)")  # fmt: skip
     add("--average", choices=list(AVERAGES), default="probabilities", needs=chosen("--method", "mean", "weighted"),
         help="mean and weighted: what is averaged")  # fmt: skip
     add("--seed", type=number(int, 0, 2**31), default=11711, needs=chosen("--method", "weighted"), metavar="N",
-        help="weighted: of the random half of dev that weights are fitted on")  # fmt: skip
+        help="weighted: seed of the random split of dev")  # fmt: skip
     add("--tasks", nargs="+", choices=sorted(TASKS), needs=ALWAYS, help="combine only these (default: all of the runs)")
     add("--use_gpu", action=Switch, needs=chosen("--method", "soup"), help="soup: predict on CUDA")
     add("--name", needs=ALWAYS, help="name of the ensemble's directory (default: made from the time)")
@@ -558,6 +560,8 @@ def main() -> None:
     members = read_members(args)
     writable_directory(args.predictions, "--predictions")
     combined = METHODS[args.method](args, members)
+    if combined.scored_on == PLAIN_DEV and any(chosen_on_dev(member.folder) for member in members):
+        combined = combined._replace(scored_on=INHERITED)
     scores = all_scores(members, combined, folder)
     print_table(scores, combined, args.method)
     write_files(args, members, combined, scores)

@@ -1,11 +1,13 @@
 """Command-line flags: recipes, flags that need each other, `a:w+b` specifications, and a help page that can be read.
 
 A recipe is a file of flags: `@recipes/x.txt` on the command line stands for the flags in that file, and later flags
-win. Every flag states what it needs in order to have an effect. A flag that would do nothing is an error, unless a
-later flag made it pointless, as in `@recipes/quickstart.txt --regularizer none`: then it is dropped with a note.
+win. Every flag states what it needs in order to have an effect. A flag that would do nothing is an error, unless it is
+a recipe's and a later flag made it pointless, as in `@recipes/quickstart.txt --regularizer none`: then it is dropped
+with a note.
 """
 
 import argparse
+import contextlib
 import difflib
 import itertools
 import math
@@ -29,7 +31,7 @@ class Need(NamedTuple):
 
     what: str  # completes "--flag needs ..."
     is_met: Callable[[argparse.Namespace], bool]  # called with complete flags, as `complete` of the script returns them
-    remedy: str = ""  # an imperative; by default "Set it"
+    remedy: str = ""  # an imperative; by default "Use " and what is needed
 
 
 ALWAYS: tuple[Need, ...] = ()  # of a flag that always has an effect
@@ -54,7 +56,8 @@ def number(kind: type, low: float, high: float, *, above: bool = False) -> Calla
     """An argparse type: a number from low to high; `above` excludes low itself."""
 
     def parse(text: str) -> Any:
-        rule = f"must be {'above' if above else 'at least'} {low:g} and at most {high:g}"
+        kind_of_number = "a whole number" if kind is int else "a number"
+        rule = f"must be {kind_of_number}, {'above' if above else 'at least'} {low:.10g} and at most {high:.10g}"
         try:
             value = kind(text)
         except ValueError:
@@ -103,6 +106,10 @@ def suggestion(word: str, known: Iterable[str]) -> str:
 
 
 # --- the parser -------------------------------------------------------------------------------------------------------
+
+
+class FromRecipe(str):
+    """A word of a command line that comes from a recipe."""
 
 
 class Switch(argparse.Action):
@@ -214,11 +221,13 @@ class ArgumentParser(argparse.ArgumentParser):
             unknown = match[1]
             if unknown.endswith(".txt"):
                 raise InputError(f"{unknown} is not a flag. A recipe is given as @{unknown}.")
+            if not unknown.startswith("-"):
+                raise InputError(f"unexpected argument {unknown!r}: it belongs to no flag. See {self.prog} --help.")
             hint = suggestion(unknown.partition("=")[0], self.flags)
             raise InputError(f"unknown flag {unknown}.{hint} See {self.prog} --help.")
         if match := re.match(r"argument (\S+): invalid choice: '?([^']*?)'? \(choose from (.*)\)", message):
             flag, found, known = match[1].split("/")[0], match[2], [c.strip(" '") for c in match[3].split(",")]
-            hint = suggestion(found, known)
+            hint = " Separate values by spaces." if "," in found else suggestion(found, known)
             raise InputError(
                 f"{flag} must be one of {', '.join(known)}; found {found!r}.{hint} See {self.prog} --help."
             )
@@ -234,11 +243,12 @@ class ArgumentParser(argparse.ArgumentParser):
             if not token.startswith("@"):
                 tokens.append(self._spelled(token))
                 continue
-            path = find_recipe(token[1:])
+            path = find_recipe(token[1:], inside[-1].parent if inside else None)
             if path in inside:
                 raise InputError(f"{token}: a recipe must not include itself, found it inside {inside[-1]}. Remove it.")
             lines = (line.partition("#")[0].split() for line in read_recipe(path).splitlines())
-            tokens += self.expand(list(itertools.chain.from_iterable(lines)), (*inside, path))
+            words = self.expand(list(itertools.chain.from_iterable(lines)), (*inside, path))
+            tokens += map(FromRecipe, words)
         return tokens
 
     def _spelled(self, token: str) -> str:
@@ -274,13 +284,25 @@ class ArgumentParser(argparse.ArgumentParser):
         self,
         argv: Sequence[str] | None,
         complete: Callable[[argparse.Namespace], argparse.Namespace] = lambda args: args,
+        *,
+        droppable: Callable[[str], bool] = lambda flag: isinstance(flag, FromRecipe),
     ) -> list[str]:
-        """The command line without the flags that a later flag made pointless; a note names them."""
+        """The command line without the flags that a later flag made pointless; a note names them.
+
+        droppable: which flags may be dropped; by default those of recipes. Two flags that contradict each other on the
+        command line itself are a mistake.
+        """
         given = self.by_flag(self.expand(sys.argv[1:] if argv is None else argv))
+        for name in (tokens[0] for tokens in given if isinstance(tokens[0], FromRecipe)):
+            if name.startswith("--") and name.partition("=")[0] not in self.flags:
+                hint = suggestion(name, self.flags)
+                raise InputError(
+                    f"unknown flag {name}.{hint} It is in a recipe; its comment says which script it is for."
+                )
         kept, switched_off = given, {}  # the latter: dropped flags, by the flag that made them pointless
         while True:  # dropping one flag can make another pointless
-            idle = [action for action, _ in self.idle_flags(complete(self.parse_args(flat(kept))))]
-            later = {action: self._switched_off_by(action, given, complete) for action in idle}
+            idle = [action for action, _ in self.idle_flags(complete(self.parse_args(self.flat(kept))))]
+            later = {action: self._switched_off_by(action, given, complete, droppable) for action in idle}
             dropped = [action for action in idle if later[action] is not None]
             if not dropped:
                 break
@@ -289,7 +311,7 @@ class ArgumentParser(argparse.ArgumentParser):
             kept = [tokens for tokens in kept if self._action(tokens) not in dropped]
         for flag, names in switched_off.items():
             warn(f"{', '.join(names)}: no effect with {flag}, so dropped.")
-        return flat(kept)
+        return self.flat(kept)
 
     def idle_flags(self, args: argparse.Namespace) -> list[tuple[argparse.Action, Need]]:
         """The flags whose value differs from the default and has no effect, each with the need that is not met."""
@@ -308,7 +330,8 @@ class ArgumentParser(argparse.ArgumentParser):
             if only is None or action.dest in only:
                 value = getattr(args, action.dest)
                 flag = f"--{action.dest}" if value is True else f"--{action.dest} {as_text(value)}"
-                raise InputError(f"{flag} needs {need.what}. {need.remedy or 'Set it'}, or leave out --{action.dest}.")
+                remedy = need.remedy or f"Use {need.what}"
+                raise InputError(f"{flag} needs {need.what}. {remedy}, or leave out --{action.dest}.")
 
     def by_flag(self, tokens: list[str]) -> list[list[str]]:
         """The command line as groups: each flag with its values; every positional argument is a group of its own."""
@@ -327,23 +350,37 @@ class ArgumentParser(argparse.ArgumentParser):
                 groups.append([token])
         return groups
 
+    def flat(self, groups: Iterable[list[str]]) -> list[str]:
+        """The inverse of by_flag; positional arguments come first, so that no flag can take them for its values."""
+        ordered = sorted(groups, key=lambda tokens: self._action(tokens) is not None)
+        return list(itertools.chain.from_iterable(ordered))
+
     def _action(self, tokens: list[str]) -> argparse.Action | None:
         return self.flags.get(tokens[0].partition("=")[0])
 
     def _switched_off_by(
-        self, action: argparse.Action, given: list[list[str]], complete: Callable[[argparse.Namespace], Any]
+        self,
+        action: argparse.Action,
+        given: list[list[str]],
+        complete: Callable[[argparse.Namespace], Any],
+        droppable: Callable[[str], bool],
     ) -> list[str] | None:
-        """The later flag without which this one would have an effect; None if it never had one."""
+        """The later flag without which this one would have an effect; None if it never had one, or must stay."""
         last = max((i for i, tokens in enumerate(given) if self._action(tokens) is action), default=len(given))
-        for count in range(len(given) - 1, last, -1):
-            positional = [tokens for tokens in given[count:] if self._action(tokens) is None]
+        if last < len(given) and not droppable(given[last][0]):
+            return None
+
+        def has_effect(groups: list[list[str]]) -> bool:
             try:
-                before = complete(self.parse_args(flat([*given[:count], *positional])))
+                args = complete(self.parse_args(self.flat(groups)))
+                return all(need.is_met(args) for need in action.needs)
             except InputError:
-                continue
-            if all(need.is_met(before) for need in action.needs):
-                return given[count]
-        return None
+                return False
+
+        later = range(len(given) - 1, last, -1)
+        culprits = [i for i in later if has_effect([*given[:i], *given[i + 1 :]])]  # this one flag left out
+        culprits += [i for i in later if has_effect(given[:i])]  # several flags switched it off, one after the other
+        return given[culprits[0]] if culprits else None
 
 
 def as_text(value: Any) -> str:
@@ -351,18 +388,15 @@ def as_text(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def flat(groups: Iterable[list[str]]) -> list[str]:
-    return list(itertools.chain.from_iterable(groups))
-
-
 # --- recipes ----------------------------------------------------------------------------------------------------------
 
 
-def find_recipe(name: str) -> Path:
-    """The file of flags; a relative path is also looked for beside the scripts."""
-    for path in (Path(name), PROJECT / name):
-        if path.is_file():
-            return path.resolve()
+def find_recipe(name: str, beside: Path | None = None) -> Path:
+    """The file of flags; a relative path is also looked for beside the scripts and beside a recipe that includes it."""
+    for path in (Path(name), PROJECT / name, (beside or PROJECT) / name):
+        with contextlib.suppress(OSError):  # a name that is too long
+            if path.is_file():
+                return path.resolve()
     recipes = [path.relative_to(PROJECT).as_posix() for path in sorted((PROJECT / "recipes").rglob("*.txt"))]
     same_name = [recipe for recipe in recipes if Path(recipe).name == Path(name).name]
     hint = f" Did you mean {same_name[0]}?" if same_name else suggestion(name, recipes)
@@ -371,7 +405,7 @@ def find_recipe(name: str) -> Path:
 
 def read_recipe(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
         raise InputError(f"@{path}: cannot be read; {reason}. recipes/README.md lists all recipes.") from error

@@ -55,7 +55,7 @@ class MeanPooler(Pooler):
     """The mean over the real tokens, including [CLS] and [SEP] (Reimers & Gurevych 2019, arXiv:1908.10084)."""
 
     def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
-        mask = mask.to(torch.promote_types(hidden.dtype, torch.float32))  # bfloat16 counts to 256
+        mask = mask.to(torch.promote_types(hidden.dtype, torch.float32))  # bfloat16 represents integers only up to 256
         weights = (mask / mask.sum(dim=1, keepdim=True)).to(hidden.dtype)  # (R, T), 0 for padding
         return (weights[:, None, :] @ hidden).squeeze(1)  # (R, 1, T) x (R, T, H) -> (R, H)
 
@@ -119,10 +119,6 @@ POOLERS: dict[str, type[Pooler]] = {
 }
 
 
-def build_pooler(name: str, bert: nn.Module) -> Pooler:
-    return POOLERS[name](bert)
-
-
 # --- heads: one vector (B, H), or two -> logits (B, C) ----------------------------------------------------------------
 
 
@@ -154,7 +150,7 @@ class Head(nn.Module):
 class Linear(Head):
     """W [u; v] + b. Any real number. The baseline of the handout and of all four student papers."""
 
-    features: ClassVar[int | None] = None  # vectors that the layer sees side by side; None: those that come in
+    features: ClassVar[int | None] = None  # vectors that the layer sees side by side; None: its inputs
 
     def __init__(self, H: int, vectors: int, target: Target, dropout: float):
         super().__init__(H, vectors, target, dropout)

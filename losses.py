@@ -1,4 +1,4 @@
-"""Loss functions and the weighting between tasks. Every loss is a mean over the batch's examples.
+"""Loss functions and the weighting between tasks. Unless noted, a loss is a mean over the batch's examples.
 
 A loss has the signature (Output, Batch) -> scalar. `--para_loss bce+mnrl:0.2` adds several with weights. Student papers
 are cited by their authors; recipes/README.md lists them.
@@ -176,8 +176,8 @@ def multiple_negatives_by_head(
     """negatives_ranking with S = the head's logit for (x_i, y_j), as in Tlemcani & Sohn, section 3.2.2; B^2 logits.
 
     In the paper each of K positive pairs competes with the other K - 1; here the negative rows' sentences compete too.
-    Two limits: adding a constant to all logits changes nothing, so the loss does not learn where the even chance lies,
-    on which accuracy depends. And a linear head on (u, v) gives w.u + w'.v + b, of which only w'.v matters: it learns
+    Two limits: adding a constant to all logits changes nothing, so the loss does not learn where the threshold lies, on
+    which accuracy depends. And a linear head on (u, v) gives w.u + w'.v + b, of which only w'.v matters: it learns
     which sentences are likely paraphrases of anything. sbert and cosine_affine really compare.
     """
     u, v = output.vectors
@@ -224,7 +224,8 @@ class Loss:
     needs_pair: bool = False  # it compares the two sentences of a row
     on_vectors: bool = False  # it compares sentence vectors, so pairs must be encoded apart
     trains_head: bool = True  # False: the head learns nothing from it
-    compares_rows: bool = False  # it is 0 for a batch of one, and reads the hashes of the texts
+    compares_rows: bool = False  # it is 0 for a batch of one
+    reads_texts: bool = False  # it compares the texts of a batch by their hashes
     needs_dropout: bool = False  # in the encoder, so the encoder must not be frozen
 
 
@@ -254,6 +255,7 @@ LOSSES: dict[str, Loss] = {
         on_vectors=True,
         trains_head=False,
         compares_rows=True,
+        reads_texts=True,
     ),
     "mnrl_head": Loss(
         multiple_negatives_by_head,
@@ -262,6 +264,7 @@ LOSSES: dict[str, Loss] = {
         needs_pair=True,
         on_vectors=True,
         compares_rows=True,
+        reads_texts=True,
     ),
     "simcse": Loss(
         simcse,
@@ -270,6 +273,7 @@ LOSSES: dict[str, Loss] = {
         on_vectors=True,
         trains_head=False,
         compares_rows=True,
+        reads_texts=True,
         needs_dropout=True,
     ),
 }
@@ -381,7 +385,7 @@ def task_weight(text: str) -> str:
 
 
 def task_trains(name: str) -> Need:
-    return Need(f"{name} among the tasks that train", lambda args: name in args.train_tasks)
+    return Need(f"{name} among the tasks that train", lambda args: name in args.train_tasks, f"Add {name} to --tasks")
 
 
 def needs_loss(setting: str) -> Need:
@@ -389,7 +393,7 @@ def needs_loss(setting: str) -> Need:
     names = [name for name, loss in LOSSES.items() if setting in loss.settings]
     targets = {target for name in names for target in LOSSES[name].settings[setting]}
     fits = {target for name in names for target in LOSSES[name].fits}
-    nouns = " or ".join(target.noun for target in ANY if target in targets)
+    nouns = " or a ".join(target.noun for target in ANY if target in targets)
     only = f" of a task that predicts a {nouns}" if targets != fits else ""
 
     def is_met(args: argparse.Namespace) -> bool:
@@ -400,7 +404,12 @@ def needs_loss(setting: str) -> Need:
             if setting in loss.settings
         )
 
-    return Need(f"the loss {' or '.join(names)}{only}", is_met)
+    return Need(f"the loss {' or '.join(names)}{only}", is_met, f"Use it, as in --TASK_loss {names[0]}")
+
+
+NEEDS_DISTILL = Need(
+    "the loss distill", lambda args: bool(tasks_with(args, "distill")), "Use it, as in --sst_loss ce+distill"
+)
 
 
 def add_arguments(parser: ArgumentParser, tasks: Collection[Task]) -> None:
@@ -422,10 +431,22 @@ def add_arguments(parser: ArgumentParser, tasks: Collection[Task]) -> None:
     numbers = [task.predicts for task in tasks if isinstance(task.predicts, Number)] or [STS.predicts]
     low, high = min(target.low for target in numbers), max(target.high for target in numbers)
     add("--mnrl_threshold", type=number(float, low, high), default=4.0,
-        **setting["mnrl_threshold"], help="mnrl, mnrl_head: similarity from which on a pair is positive")  # fmt: skip
-    add("--simcse_temperature", type=positive, default=0.05, **setting["simcse_temperature"], help="simcse: tau")
-    add("--distill_temperature", type=positive, default=2.0, **setting["distill_temperature"], help="distill: T")
-    add("--teacher", type=Path, needs=Need("the loss distill", lambda args: bool(tasks_with(args, "distill"))),
+        **setting["mnrl_threshold"], help="mnrl, mnrl_head: minimum similarity of a positive pair")  # fmt: skip
+    add(
+        "--simcse_temperature",
+        type=positive,
+        default=0.05,
+        **setting["simcse_temperature"],
+        help="temperature of simcse",
+    )
+    add(
+        "--distill_temperature",
+        type=positive,
+        default=2.0,
+        **setting["distill_temperature"],
+        help="temperature of distill",
+    )
+    add("--teacher", type=Path, needs=NEEDS_DISTILL,
         help="directory with <task>-train.npz: the logits that the loss distill learns from")  # fmt: skip
     add("--weighting", choices=sorted(WEIGHTINGS), default="equal", needs=ALWAYS, help="how tasks' losses are weighted")
     add("--task_weights", type=task_weight, nargs="+", metavar="TASK=WEIGHT", needs=chosen("--weighting", "fixed"),
@@ -437,6 +458,8 @@ def build_weighting(args: argparse.Namespace, tasks: list[Task]) -> nn.Module:
     if args.weighting == "fixed" and not args.task_weights:
         raise InputError("--weighting fixed needs --task_weights, found none. Add for example --task_weights sts=2.")
     weights = {name: float(weight) for name, _, weight in (t.partition("=") for t in args.task_weights or ())}
+    if len(weights) < len(args.task_weights or ()):
+        raise InputError("--task_weights: each task may appear once, found one twice. Remove one.")
     names = [task.name for task in tasks]
     for name in weights:
         if name not in names:

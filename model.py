@@ -121,7 +121,7 @@ class MultitaskBERT(nn.Module):
         shared = (*self.bert.parameters(), *self.feature.parameters(), *self.adapter.shared_parameters())
         return [p for p in shared if p.requires_grad]
 
-    # The way of a batch
+    # How a batch flows through the model
 
     def predict(
         self, batch: Batch, embeddings: Tensor | None = None, random_state: dict[str, Tensor] | None = None
@@ -137,7 +137,7 @@ class MultitaskBERT(nn.Module):
         if embeddings is None:
             embeddings = self.embed(batch)
             if torch.is_grad_enabled() and self.training and not (self.frozen or embeddings.requires_grad):
-                embeddings.requires_grad_()  # a regularizer may need the gradient by them, even if they are fixed
+                embeddings.requires_grad_()  # a regularizer may need their gradient, even if they are fixed
         state = random_states(embeddings.device) if self.training and random_state is None else random_state
         with replayed(random_state, embeddings.device):
             vectors = self.with_feature(batch, self.vectors(batch, embeddings))

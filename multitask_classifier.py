@@ -10,7 +10,7 @@ What happens here, in order:
      It passes two functions to the training loop (training.fit): `steps`, which draws the batches of an epoch in the
      order of the sampler (sampling.py), and `evaluate`, which returns the dev scores. The best epoch by the 2024
      overall score is kept.
-  3. `write_run_predictions` writes predictions/{sst,para,sts}-{dev,test}-output.csv from the model at hand.
+  3. `write_run_predictions` writes predictions/{sst,para,sts}-{dev,test}-output.csv with the trained model.
 
 Where to go next: model.py for the forward pass, training.py for the loop, tasks.py for the tasks; README.md lists all
 files in reading order. `MultitaskBERT`, `train_multitask`, `test_multitask` and `get_args` have the starter's
@@ -63,7 +63,7 @@ class MultitaskBERT(model.MultitaskBERT):
 
 
 class Trained(NamedTuple):
-    """What a training leaves: the model with the best epoch's weights, and all that predicting with it needs."""
+    """The result of training: the model with the best epoch's weights, and all that predicting with it needs."""
 
     args: argparse.Namespace
     model: model.MultitaskBERT
@@ -187,7 +187,7 @@ def write_run_predictions(trained: Trained) -> None:
 
 
 def write_training_logits(trained: Trained) -> None:
-    """Write the logits of ALL rows of the training files, whatever part of them was trained on, for a student."""
+    """Write the logits of ALL rows of the training files, whatever part of them was trained on, for --teacher."""
     args = trained.args
     for name in args.train_tasks:
         branch = trained.model.branches[name]
@@ -206,9 +206,9 @@ def write_training_logits(trained: Trained) -> None:
 
 def get_args(argv: list[str] | None = None) -> argparse.Namespace:
     """The flags of a training or, with --predict_only, those of the run that predicts."""
-    given = multitask_flags.parser().parse_args(argv)
+    given, _ = multitask_flags.parser().parse_known_args(argv)
     if given.predict_only and given.run is not None:
-        multitask_flags.check_what_to_do(given)
+        multitask_flags.check_exclusive_modes(given)
         return multitask_flags.of_run(given.run, argv)
     args = multitask_flags.parser().parse(argv, multitask_flags.complete)
     multitask_flags.validate(args)

@@ -2,7 +2,7 @@
 
 multitask_classifier.py trains from them; ensemble.py, sweep.py and benchmark.py read them too. The flags of a method
 are defined in the file of that method; here are those of the tasks, the model and the data files, the checks of what
-does not go together, and the builders. Below the builders nobody reads flags.
+does not go together, and the builders. Code below the builders does not read flags.
 """
 
 import argparse
@@ -28,7 +28,7 @@ import smart
 from bert import BertModel
 from datasets import PAIRINGS, Split, epoch_generator, read_split
 from evaluation import read_logits
-from flags import ALWAYS, ENCODER_TRAINS, ArgumentParser, Need, Switch, as_text, number
+from flags import ALWAYS, ENCODER_TRAINS, ArgumentParser, FromRecipe, Need, Switch, as_text, number
 from losses import losses_of, task_trains, tasks_with
 from model import Branch, MultitaskBERT
 from readers import reader_of, source_of
@@ -61,7 +61,8 @@ SECTIONS = (  # of the help page, in reading order
 def parser() -> ArgumentParser:
     new = ArgumentParser(
         "multitask_classifier.py",
-        "Part 2: train one BERT for sentiment (sst), paraphrase (para) and similarity (sts), and write predictions.",
+        "Part 2: train one BERT for sentiment (sst), paraphrase (para) and similarity (sts), and write predictions. "
+        "TASK in a flag stands for a task's name, as in --sst_head.",
         "python multitask_classifier.py @recipes/quickstart.txt",
         "python multitask_classifier.py @recipes/best.txt --data data --use_gpu --name mine",
         usage="[@recipes/FILE.txt] [flags; later ones win]",
@@ -71,7 +72,12 @@ def parser() -> ArgumentParser:
     shared_flags.add_most_used(new, epochs=10)
     add = new.section("most used")
     add(
-        "--tasks", nargs="+", choices=sorted(TASKS), default=["sst", "para", "sts"], needs=ALWAYS, help="tasks to train"
+        "--tasks",
+        nargs="+",
+        choices=sorted(TASKS),
+        default=["sst", "para", "sts"],
+        needs=ALWAYS,
+        help="tasks to train and score",
     )
     add("--batch_size", type=number(int, 1, 4096), default=8, needs=ALWAYS, metavar="N",
         help="rows of a task per step; 64 fits a 12 GB GPU")  # fmt: skip
@@ -93,12 +99,27 @@ def parser() -> ArgumentParser:
 
 
 def task_is_used(name: str) -> Need:
-    return Need(f"{name} among --tasks", lambda args: name in args.tasks)
+    return Need(f"{name} among --tasks", lambda args: name in args.tasks, f"Add {name} to --tasks")
 
 
 def tasks_on_pairs(count: int) -> Need:
     words = {1: "a task on pairs", 2: "two tasks on pairs"}
-    return Need(f"{words[count]} among --tasks", lambda args: sum(TASKS[t].is_pair for t in args.tasks) >= count)
+    pairs = {1: " or ", 2: " and "}[count].join(task.name for task in TASKS.values() if task.is_pair)
+
+    def is_met(args: argparse.Namespace) -> bool:
+        return sum(TASKS[name].is_pair for name in args.tasks) >= count
+
+    return Need(f"{words[count]} among --tasks", is_met, f"Add {pairs} to --tasks")
+
+
+def not_overridden(what: str, *, pairs_only: bool = False) -> Need:
+    """The need of --pooling, --head and --pairing: a task that has no flag of its own."""
+
+    def is_met(args: argparse.Namespace) -> bool:
+        tasks = [name for name in args.tasks if TASKS[name].is_pair or not pairs_only]
+        return any(getattr(args, f"{name}_{what}") is None for name in tasks)
+
+    return Need(f"a task without its own --TASK_{what}", is_met, f"Leave out one --TASK_{what}")
 
 
 def _add_model(new: ArgumentParser) -> None:
@@ -106,13 +127,23 @@ def _add_model(new: ArgumentParser) -> None:
     add = new.section("the model")
     add("--hidden_dropout_prob", type=number(float, 0, 0.99), default=0.3, needs=ALWAYS, metavar="P",
         help="dropout before every head")  # fmt: skip
-    add("--pairing", choices=sorted(PAIRINGS), default="bi", needs=tasks_on_pairs(1),
+    add("--pairing", choices=sorted(PAIRINGS), default="bi",
+        needs=(tasks_on_pairs(1), not_overridden("pairing", pairs_only=True)),
         help="bi encodes the sentences of a pair apart, cross joins them; *_symmetric scores both orders")  # fmt: skip
     add("--symmetric", action=Switch, needs=tasks_on_pairs(1), help="score dev and test pairs in both orders")
     add(
-        "--pooling", choices=list(heads.POOLERS), default="pooler", needs=ALWAYS, help="sentence vector from its tokens"
+        "--pooling",
+        choices=list(heads.POOLERS),
+        default="pooler",
+        needs=not_overridden("pooling"),
+        help="how token vectors become a sentence vector",
     )
-    add("--head", choices=list(heads.HEADS), needs=ALWAYS, help="logits from sentence vectors (default: linear)")
+    add(
+        "--head",
+        choices=list(heads.HEADS),
+        needs=not_overridden("head"),
+        help="how sentence vectors become logits (default: linear)",
+    )
     add("--share_pair_layer", action=Switch, needs=tasks_on_pairs(2), help="one more layer, shared by all pair heads")
     for task in TASKS.values():
         used = task_is_used(task.name)
@@ -129,7 +160,13 @@ def _add_files(new: ArgumentParser) -> None:
     shared_flags.add_files(new, max_length=512)
     shared_flags.add_predictions(new)
     add = new.section("files")
-    add("--train_tasks", nargs="+", choices=sorted(TASKS), needs=ALWAYS, help="train these, score all of --tasks")
+    add(
+        "--train_tasks",
+        nargs="+",
+        choices=sorted(TASKS),
+        needs=ALWAYS,
+        help="train only these of --tasks; the others are only scored",
+    )
     add("--max_train", type=number(int, 2, 10**9), needs=ALWAYS, metavar="N", help="train on at most N rows per task")
     add("--repeated_ids", action=Switch, needs=ALWAYS, help="allow repeated ids in training files")
     predicts = Need("--predict_only", lambda args: args.predict_only)
@@ -160,14 +197,13 @@ def _add_files(new: ArgumentParser) -> None:
 def complete(args: argparse.Namespace) -> argparse.Namespace:
     """Fill in the defaults that follow from other flags, for the tasks that are used."""
     args = argparse.Namespace(**vars(args))
+    args.data, args.predictions = Path(args.data), Path(args.predictions)
     args.tasks = list(dict.fromkeys(args.tasks))
     args.train_tasks = list(dict.fromkeys(args.train_tasks or args.tasks))
     for task in map(TASKS.get, args.tasks):
         read = SPLITS if task.name in args.train_tasks else SCORED
         of_task = {split: str(args.data / task.filename(split)) for split in read}
         of_task |= {f"{split}_out": str(args.predictions / f"{task.name}-{split}-output.csv") for split in SCORED}
-        of_task |= {"pooling": args.pooling, "head": args.head or task.predicts.default_head}
-        of_task |= {"pairing": args.pairing} if task.is_pair else {}
         for key, default in of_task.items():
             if getattr(args, f"{task.name}_{key}") is None:
                 setattr(args, f"{task.name}_{key}", default)
@@ -177,11 +213,19 @@ def complete(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def with_defaults(config: Any) -> argparse.Namespace:
-    """Complete flags from any namespace with some of them, such as the starter's; the rest are the defaults."""
+    """Complete flags from any namespace with some of them, such as the starter's; the rest are the defaults.
+
+    Such a namespace may have flags of tasks that it does not use, such as the starter's file names: they are ignored.
+    """
     given = dict(vars(config))
     if "fine_tune_mode" in given and "option" not in given:
         given["option"] = shared_flags.fine_tune_mode(given["fine_tune_mode"])
-    return complete(argparse.Namespace(**(vars(parser().parse_args([])) | given)))
+    defaults = vars(parser().parse_args([]))
+    tasks = given.get("tasks", defaults["tasks"])
+    unused = [f"{name}_" for name in TASKS if name not in tasks]
+    unused += [f"{name}_train" for name in tasks if name not in (given.get("train_tasks") or tasks)]
+    used = {key: value for key, value in given.items() if not key.startswith(tuple(unused))}
+    return complete(argparse.Namespace(**defaults | used))
 
 
 # Flags that have an effect when a trained run predicts; all others were decided by its training.
@@ -209,23 +253,26 @@ def of_run(folder: Path, argv: list[str] | None = None) -> argparse.Namespace:
         )
     defaults = vars(parser().parse_args([]))
     flags = argparse.Namespace(**defaults | stored | {"use_gpu": False})  # the machine may be another one
-    flags.data, flags.predictions = Path(flags.data), Path(flags.predictions)
     usual = complete(argparse.Namespace(**defaults | {k: getattr(flags, k) for k in ("data", "predictions", "tasks")}))
     for name, split in itertools.product(flags.tasks, SPLITS):
         for key in (f"{name}_{split}", f"{name}_{split}_out"):
             if hasattr(usual, key) and getattr(flags, key) == getattr(usual, key):
                 setattr(flags, key, None)  # follows from --data and --predictions, which may be given again
-    before = complete(flags)
+    words = parser().expand(sys.argv[1:] if argv is None else argv)
+    before = with_branches(complete(flags))
     flags = complete(parser().parse_args(argv, flags))  # argparse keeps what is set already and not given
-    for key in sorted(vars(before).keys() - PREDICTION_FLAGS - file_flags()):
-        then, now = as_text(getattr(before, key)), as_text(getattr(flags, key))  # paths are stored as text
+    after = with_branches(flags)
+    for key in sorted(vars(before).keys() - PREDICTION_FLAGS - file_flags(), key=lambda key: (key != "tasks", key)):
+        then, now = as_text(getattr(before, key)), as_text(getattr(after, key))  # paths are stored as text
         if then != now:
+            if any(isinstance(word, FromRecipe) for word in words):
+                raise InputError(f"--predict_only takes its flags from {folder}. Leave out the recipe.")
             raise InputError(
                 f"--{key} {now}: {folder} was trained with {then}, which cannot be changed afterwards. "
                 f"Leave out --{key}."
             )
-    given = parser().by_flag(parser().expand(sys.argv[1:] if argv is None else argv))
-    parser().refuse_idle_flags(flags, only={parser().flags[tokens[0].partition("=")[0]].dest for tokens in given})
+    given = {parser().flags[tokens[0].partition("=")[0]].dest for tokens in parser().by_flag(words)}
+    parser().refuse_idle_flags(flags, only=given)
     check_outputs(flags)
     flags.runs, flags.name = folder.parent, folder.name
     return flags
@@ -244,14 +291,23 @@ def open_run(args: argparse.Namespace) -> Run:
     unused = [f"{name}_" for name in TASKS if name not in args.tasks]
     unused += [f"{name}_train" for name in args.tasks if name not in args.train_tasks]
     of_unused = {key for key in vars(args) if key.startswith(tuple(unused))}
-    return Run.resume(folder, args, upgraded, data, MAY_DIFFER | of_unused)
+    return Run.resume(folder, with_branches(args), upgraded, data, MAY_DIFFER | of_unused)
 
 
 def upgraded(stored: dict[str, Any]) -> dict[str, Any]:
     """The flags of a run as today's suite would write them; the run may be older than some flags and tasks."""
     flags = argparse.Namespace(**vars(parser().parse_args([])) | stored)
-    flags.data, flags.predictions = Path(flags.data), Path(flags.predictions)
-    return vars(complete(flags))
+    return vars(with_branches(complete(flags)))
+
+
+def with_branches(args: argparse.Namespace) -> argparse.Namespace:
+    """The flags with every task's own pooling, head and pairing filled in, so that runs can be compared."""
+    of_tasks = {
+        f"{name}_{what}": getattr(branch, what)
+        for name, branch in branches(args).items()
+        for what in ("pooling", "head", "pairing")
+    }
+    return argparse.Namespace(**vars(args) | of_tasks)
 
 
 # --- checks -----------------------------------------------------------------------------------------------------------
@@ -269,17 +325,17 @@ def validate(args: argparse.Namespace) -> None:
     check_outputs(args)
     check_teacher(args)
     check_chunks(args)
-    smart.check_arguments(args)
+    losses.build_weighting(args, [TASKS[name] for name in args.tasks])  # refuses weights of other tasks
     adapters.check_arguments(args)
     if args.option == "pretrain":
         check_frozen(args)
-    check_what_to_do(args)
+    check_exclusive_modes(args)
 
 
-def check_what_to_do(args: argparse.Namespace) -> None:
+def check_exclusive_modes(args: argparse.Namespace) -> None:
     given = [flag for flag in ("resume", "predict_only", "dry_run") if getattr(args, flag)]
     if len(given) > 1:
-        raise InputError(f"--{given[0]} and --{given[1]} exclude each other. Leave one out.")
+        raise InputError(f"--{given[0]} and --{given[1]} cannot be combined. Leave one out.")
 
 
 def check_branch(branch: Branch, args: argparse.Namespace) -> None:
@@ -343,7 +399,7 @@ def check_teacher(args: argparse.Namespace) -> None:
         )
     if students and args.repeated_ids:
         raise InputError(
-            "--teacher and --repeated_ids exclude each other: a row's teacher is found by its id. Leave one out."
+            "--teacher and --repeated_ids cannot be combined: a row's teacher is found by its id. Leave one out."
         )
 
 
@@ -387,9 +443,9 @@ def branches(args: argparse.Namespace) -> dict[str, Branch]:
     return {
         name: Branch(
             TASKS[name],
-            pooling=getattr(args, f"{name}_pooling"),
-            head=getattr(args, f"{name}_head"),
-            pairing=getattr(args, f"{name}_pairing", args.pairing),
+            pooling=getattr(args, f"{name}_pooling") or args.pooling,
+            head=getattr(args, f"{name}_head") or args.head or TASKS[name].predicts.default_head,
+            pairing=getattr(args, f"{name}_pairing", None) or args.pairing,
             symmetric=args.symmetric,
         )
         for name in args.tasks
@@ -490,7 +546,7 @@ def load_splits(args: argparse.Namespace, tokenizer: BertTokenizer, which: Itera
 
 def training_rows(split: Split, args: argparse.Namespace) -> Split:
     """The rows to train on: a random fraction or at most --max_train of them, the same ones for the same seed."""
-    if any(loss.compares_rows for loss in losses_of(args, split.task.name).values()):
+    if any(loss.reads_texts for loss in losses_of(args, split.task.name).values()):
         split = split.with_text_hashes()
     wanted = max(2, round(getattr(args, f"{split.task.name}_fraction") * len(split)))
     wanted = min(wanted, args.max_train or wanted)

@@ -474,7 +474,7 @@ def validate(args: argparse.Namespace) -> None:
             "add para to --tasks."
         )
     if args.dry_run and args.resume:
-        raise InputError("--dry_run and --resume exclude each other: a dry run keeps nothing. Choose one.")
+        raise InputError("--dry_run and --resume cannot be combined: a dry run keeps nothing. Choose one.")
 
 
 def complete(args: argparse.Namespace) -> argparse.Namespace:

@@ -23,7 +23,7 @@ def add_option(parser: ArgumentParser) -> None:
     add("--option", choices=("pretrain", "finetune"), default="pretrain", needs=ALWAYS,
         help="pretrain freezes BERT, finetune trains all of it")  # fmt: skip
     add("--fine-tune-mode", "--fine_tune_mode", dest="option", type=fine_tune_mode, default=argparse.SUPPRESS,
-        needs=ALWAYS, metavar="MODE", help=f"later name of --option: {', '.join(FINE_TUNE_MODES)}")  # fmt: skip
+        needs=ALWAYS, metavar="MODE", help=f"--option by its later name: {', '.join(FINE_TUNE_MODES)}")  # fmt: skip
 
 
 def add_most_used(parser: ArgumentParser, epochs: int) -> None:
@@ -37,7 +37,7 @@ def add_most_used(parser: ArgumentParser, epochs: int) -> None:
         help="random seed of weights, batches and dropout")  # fmt: skip
     add("--use_gpu", action=Switch, needs=ALWAYS, help="train on CUDA")
     add("--precision", choices=sorted(Precision.DTYPES), default="fp32", needs=ALWAYS,
-        help="mixed precision; a T4 has no bf16, use fp16 there")  # fmt: skip
+        help="fp32, or mixed precision; a T4 has no bf16, use fp16 there")  # fmt: skip
     add("--name", needs=ALWAYS, help="name of the run (default: made from the time)")
 
 
@@ -95,4 +95,6 @@ def run_name(args: argparse.Namespace, prefix: str) -> str:
     """--name, or a name made from the time."""
     if args.name is None and getattr(args, "resume", False):
         raise InputError("--resume needs the name of the run to continue, found no --name. Add --name NAME.")
+    if args.name is not None and (not args.name.strip(". ") or set(args.name) & set("/\\")):
+        raise InputError(f"--name {args.name!r}: must be a plain name without slashes. --runs sets the directory.")
     return args.name or f"{prefix}-{time.strftime('%Y%m%d-%H%M%S')}"

@@ -106,14 +106,14 @@ class Smart(Regularizer):
 
         v <- x' - x ~ N(0, sigma^2)
         `steps` times:
-            g <- gradient, by x', of the divergence
+            g <- gradient of the divergence with respect to x'
             v <- v + step_size g / (||g||_p + epsilon)
             x' <- x + radius v / (||v||_p + epsilon)
 
     x is the embedding layer's output (after LayerNorm and dropout). ||.||_p is taken of each token's vector: `linf`
     bounds every element, `l2` every token. Padding is not perturbed. Dropout: all passes share the clean pass's masks,
-    so the term measures the perturbation and nothing else. The ascent differentiates by x' alone and does not touch any
-    .grad; the term itself is differentiated through f(x') and f(x), as in the equation.
+    so the term measures the perturbation and nothing else. The ascent differentiates with respect to x' alone and does
+    not touch any .grad; the term itself is differentiated through f(x') and f(x), as in the equation.
 
     The radius and epsilon are two numbers here, while the paper has one: docs/SMART.md says why, and how the defaults
     were chosen.
@@ -125,13 +125,13 @@ class Smart(Regularizer):
     smart-pytorch's the step is 1e-3 times 1e-10, so its noise would stay random). The embeddings of all tokens are
     perturbed, including special tokens.
 
-    `start` says where the first noise is. `embeddings`: as in the formula above. `logits`, the default: on the clean
-    pass's logits, and v = 0. With u the gradient of the divergence by the logits and J the Jacobian of the logits by x,
-    the first g is J^T u in both cases, and for noise of 1e-5 J is that of the clean pass: only u differs. Both are one
-    power iteration towards the most sensitive direction (Miyato et al. 2018, arXiv:1704.03976, section 3.3), and in the
-    space of C logits more iterations cost nothing: POWER_ITERATIONS of them. It saves a forward pass, finds as large a
-    divergence, and suits half precision, where 1e-5 on the embeddings is below the layers' resolution (docs/SMART.md).
-    It is not in the paper; --smart_start embeddings is.
+    `start` chooses what the initial noise is added to. `embeddings`: as in the formula above. `logits`, the default: to
+    the clean pass's logits, and v = 0. With u the gradient of the divergence with respect to the logits and J the
+    Jacobian of the logits with respect to x, the first g is J^T u in both cases, and for noise of 1e-5 J is that of the
+    clean pass: only u differs. Both are one power iteration towards the most sensitive direction (Miyato et al. 2018,
+    arXiv:1704.03976, section 3.3), and in the space of C logits more iterations cost nothing: POWER_ITERATIONS of them.
+    It saves a forward pass, finds as large a divergence, and suits half precision, where 1e-5 on the embeddings is
+    below the layers' resolution (docs/SMART.md). It is not in the paper; --smart_start embeddings is.
     """
 
     POWER_ITERATIONS = 8  # on (B, C) numbers: a thousandth of a pass
@@ -176,7 +176,7 @@ class Smart(Regularizer):
         return self.radius * self.normalized(v)
 
     def gradient(self, model: Model, batch: Batch, output: Output, noise: Tensor, size: float) -> Tensor:
-        """The gradient of the ascent's objective at x' = x + noise, by x': (R, T, H)."""
+        """The gradient of the ascent's objective with respect to x', at x' = x + noise: (R, T, H)."""
         x = (output.embeddings.detach() + noise).requires_grad_()
         logits = model.predict(batch, x, output.random_state).logits
         divergence = self.inner(TASKS[batch.task].predicts, output.logits.detach(), logits)
@@ -369,11 +369,6 @@ def parts_of(spec: str) -> dict[str, float]:
     return parts
 
 
-def check_arguments(args: argparse.Namespace) -> None:
-    """Refuse a specification that is not made of regularizers."""
-    parts_of(args.regularizer)
-
-
 def build_regularizer(args: argparse.Namespace, model: Model) -> Regularizer:
     """Call it once the model has its weights and its device: bregman copies them."""
     parts = {name: REGULARIZERS[name](args, model, factor) for name, factor in parts_of(args.regularizer).items()}
@@ -387,26 +382,30 @@ def uses(*names: str) -> Need:
     return Need(f"--regularizer {' or '.join(names)}", lambda args: bool(set(names) & set(parts_of(args.regularizer))))
 
 
+def _trains(args: argparse.Namespace) -> bool:
+    return bool(parts_of(args.regularizer)) and ENCODER_TRAINS.is_met(args)  # a misspelled name is reported first
+
+
 def add_arguments(parser: ArgumentParser) -> None:
     add = parser.section("regularization")
     smart, bregman, rdrop = uses("smart"), uses("bregman"), uses("rdrop")
     weight = number(float, 0, 1e6)
     positive = number(float, 0, 1e6, above=True)
-    add("--regularizer", default="none", metavar="NAME[:WEIGHT][+...]", needs=ENCODER_TRAINS,
+    add("--regularizer", default="none", metavar="NAME[:WEIGHT][+...]", needs=ENCODER_TRAINS._replace(is_met=_trains),
         help=f"terms added to each task's loss: {', '.join(REGULARIZERS)}, or a sum such as smart+rdrop")  # fmt: skip
     add("--smart_weight", type=weight, default=1.0, needs=smart, help="lambda, the weight of smart")
     add("--smart_steps", type=number(int, 1, 100), default=1, needs=smart, help="number of ascent steps")
     add("--smart_step_size", type=positive, default=1e-3, needs=smart,
-        help="eta; only its ratio to --smart_sigma matters")  # fmt: skip
+        help="eta; matters relative to --smart_sigma, with --smart_start embeddings")  # fmt: skip
     add("--smart_epsilon", type=positive, default=1e-6, needs=smart, help="constant in the normalizing denominators")
     add("--smart_radius", type=positive, default=0.01, needs=smart, help="norm of each token's perturbation")
     add("--smart_sigma", type=positive, default=1e-5, needs=smart, help="standard deviation of the first noise")
     add("--smart_start", choices=sorted(STARTS), default="logits", needs=smart,
-        help="where the first noise is; embeddings, as in the paper, needs one more forward pass and fp32")  # fmt: skip
+        help="what the initial noise is added to; embeddings, as in the paper, takes one more forward pass and "
+        "works poorly in half precision")  # fmt: skip
     add("--smart_norm", choices=sorted(NORMS), default="linf", needs=smart, help="norm of a token's perturbation")
     add("--smart_variant", type=int, choices=sorted(VARIANTS), default=0, needs=uses("smart", "bregman"),
-        help="0 has symmetrized KL, and squared error for sts; 1 has KL throughout; 2 has KL in the ascent and "
-        "symmetrized KL at its end")  # fmt: skip
+        metavar="N", help="0: symmetrized KL, squared error for sts; 1: KL; 2: KL, then symmetrized KL")  # fmt: skip
     add("--bregman_weight", type=weight, default=1.0, needs=bregman, help="mu, the weight of bregman")
     add("--bregman_momentum", type=number(float, 0, 1), default=0.99, needs=bregman, help="beta of bregman's teacher")
     add("--rdrop_weight", type=weight, default=1.0, needs=rdrop, help="alpha, the weight of rdrop")

@@ -77,7 +77,9 @@ def read_space(terms: list[str]) -> Space:
     for term in terms:
         key, equals, values = term.partition("=")
         if not (key and equals and values):
-            raise InputError(f"--search must be KEY=A,B,C or KEY=LOW..HIGH[:log], found {term!r}.")
+            raise InputError(
+                f"--search must be KEY=A,B,C or KEY=LOW..HIGH[:log], found {term!r}. Write for example lr=1e-4,1e-5."
+            )
         if action_of(key).dest in {action_of(other).dest for other in space}:
             raise InputError(f"--search {term}: --{key} is searched twice. Put all its values into one list.")
         space[key] = _range(key, values) if RANGE.fullmatch(values) else _list(key, values.split(","))

@@ -99,7 +99,7 @@ class Batch:
 
 
 class Target:
-    """What a task predicts: the meaning of its logits and labels. The subclasses are the kinds there are."""
+    """What a task predicts: the meaning of its logits and labels. There is one subclass for each kind of target."""
 
     noun: ClassVar[str]  # for messages: "a task that predicts a category"
     default_loss: ClassVar[str]
@@ -108,11 +108,11 @@ class Target:
     num_logits: int = 1  # C
 
     def parse_label(self, text: str) -> int | float:
-        """Read a label; raise ValueError with the rule if it breaks it."""
+        """Read a label; raise ValueError, stating the rule, if it is invalid."""
         raise NotImplementedError
 
     def parse_prediction(self, text: str) -> float:
-        """Read a prediction as it stands in a prediction file; raise ValueError with the rule if it breaks it."""
+        """Read a prediction from a prediction file; raise ValueError, stating the rule, if it is invalid."""
         return float(self.parse_label(text))
 
     def decode(self, logits: Tensor) -> Tensor:
@@ -177,8 +177,8 @@ class Target:
     def majority(self, logits: Tensor, weights: Tensor) -> Tensor:
         """The class that most models predict.
 
-        The mean probability votes as well, as one more voter who splits its vote: it breaks ties and, being below 1,
-        decides nothing else. The result is a distribution, so a student can learn from it. Every model counts alike.
+        The mean probability is added as a fractional vote: it breaks ties and, being below 1, decides nothing else. The
+        result is a distribution, so a student can learn from it. Every model counts alike.
         """
         votes = torch.stack([self.decode(of_model) for of_model in logits]).long()  # (M, B)
         log_p = self.log_probabilities(logits)  # (M, B, G)
@@ -214,8 +214,8 @@ class Probability(Target):
 
     noun: ClassVar = "probability"
     default_loss: ClassVar = "bce"
-    # An untrained cosine c as a logit is 10 (c - 0.75): BERT's cosines are nearly all positive, so the even chance has
-    # to lie high (docs/PITFALLS.md, 27).
+    # A cosine c starts as the logit 10 (c - 0.75): BERT's cosines are nearly all positive, so the threshold must be
+    # high (docs/PITFALLS.md, 27).
     cosine_scale: ClassVar[tuple[float, float]] = (10.0, -7.5)
 
     def parse_label(self, text: str) -> int:
@@ -267,7 +267,7 @@ class Number(Target):
         return value
 
     def parse_prediction(self, text: str) -> float:
-        return float(text)  # any number: a correlation does not mind the range
+        return float(text)  # any number: Pearson's correlation does not depend on the range
 
     def decode(self, logits: Tensor) -> Tensor:
         return logits.flatten()
@@ -345,7 +345,7 @@ def pearson(predictions: np.ndarray, labels: np.ndarray) -> float:
 
 @dataclass(frozen=True)
 class Task:
-    """A row of data: nothing here knows about training."""
+    """A task as plain data, independent of training."""
 
     name: str  # prefix of flags, logs and prediction files
     files: str  # the course's file name, with {} for train, dev, test-student

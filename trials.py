@@ -56,6 +56,11 @@ def read_flags(given: list[str]) -> Flags:
     return {actions[group[0]].dest: group for group in parser.by_flag(given) if actions[group[0]] is not None}
 
 
+def effective(flags: list[str]) -> list[str]:
+    """The flags without those that later ones made pointless, as a searched value may do with what all trials share."""
+    return multitask_flags.parser().effective(flags, multitask_flags.complete, droppable=lambda flag: True)
+
+
 def with_trials(args: argparse.Namespace) -> argparse.Namespace:
     """Add to the flags of sweep.py: `space`, `base` (what all trials share) and `flags` (the same, parsed)."""
     args = argparse.Namespace(**vars(args))
@@ -69,12 +74,12 @@ def with_trials(args: argparse.Namespace) -> argparse.Namespace:
             raise InputError(
                 f"--{key} is not for sweep.py, which names its runs and continues by itself. Leave it out."
             )
-    shared = parser.effective(args.rest, multitask_flags.complete)
+    shared = effective(args.rest)
     args.flags = multitask_flags.complete(parser.parse_args(shared))
     args.base = read_flags(shared)
     args.space = read_space(args.search)
     if args.seeds and "seed" in args.base:
-        raise InputError("--seed and --seeds exclude each other. Use --seeds alone.")
+        raise InputError("--seed and --seeds cannot be combined. Use --seeds alone.")
     args.seeds = list(dict.fromkeys(args.seeds or [args.flags.seed]))
     args.write_recipe = args.write_recipe or args.study.with_name(f"{args.study.stem}-best.txt")
     validate(args)
@@ -99,7 +104,7 @@ def validate(args: argparse.Namespace) -> None:
     refused = []
     for point in itertools.islice(corners(args.space), 100):
         try:
-            multitask_classifier.get_args(tokens(at_point(args.base, point)))
+            multitask_classifier.get_args(effective(tokens(at_point(args.base, point))))
             return
         except InputError as error:
             refused.append(error)
@@ -162,7 +167,7 @@ def train(args: argparse.Namespace, trial: optuna.Trial) -> list[dict[str, float
 
     for seed, name in run_names(args, trial.number).items():
         own = {"seed": ["--seed", str(seed)], "name": ["--name", name]}
-        flags = multitask_classifier.get_args(tokens(at_point(args.base, trial.params) | own))
+        flags = multitask_classifier.get_args(effective(tokens(at_point(args.base, trial.params) | own)))
         watch = {} if scores_by_seed else {"on_epoch": report}
         with contextlib.nullcontext() if args.verbose else contextlib.redirect_stdout(io.StringIO()):
             scores_by_seed.append(multitask_classifier.train_multitask(flags, **watch))

@@ -173,7 +173,7 @@ class Run:
     @staticmethod
     def must_be_new(folder: Path) -> None:
         if folder.exists():
-            raise InputError(f"{folder}: the run exists already. Choose another --name, resume it, or remove it.")
+            raise InputError(f"{folder}: the run exists already. Use another --name, or remove the directory.")
 
     @classmethod
     def create(cls, folder: Path, args: argparse.Namespace, data: list[Path] | dict[str, str]) -> Self:
@@ -194,6 +194,8 @@ class Run:
     @classmethod
     def reopen(cls, folder: Path) -> Self:
         """An existing run; `facts` returns what it recorded when it was started."""
+        if not folder.is_dir():
+            raise InputError(f"{folder}: no such directory. Give the directory of a run, such as runs/NAME.")
         if not (folder / "args.json").is_file():
             raise InputError(f"{folder}: must be the directory of a run, but has no args.json. Check the name.")
         return cls(folder)

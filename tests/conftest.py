@@ -16,9 +16,11 @@ import pos
 import utils
 from bert import BertModel
 from config import BertConfig
+from tasks import TASKS
 from tokenizer import BertTokenizer
 
 ROOT = Path(__file__).parent.parent
+COURSE_TASKS = {name: TASKS[name] for name in ("sst", "cfimdb", "para", "sts")}  # there may be others
 COURSE_FILES = [
     f"{stem}-{split}.csv"
     for stem in ("ids-sst", "ids-cfimdb", "quora", "sts")

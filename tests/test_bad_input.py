@@ -439,7 +439,7 @@ def test_an_existing_run_is_refused_and_left_alone(classify: Classify, tmp_path:
     log.write_text("kept")
     error = the_error(classify())
     assert f"{tmp_path / 'runs' / 'r' / 'sst'}: the run exists already" in error
-    assert "Choose another --name, resume it, or remove it" in error
+    assert "Use another --name, or remove the directory" in error
     assert log.read_text() == "kept"
     assert list((tmp_path / "runs").rglob("*.*")) == [log]
     assert not list((tmp_path / "predictions").glob("*"))
@@ -467,7 +467,7 @@ def test_a_number_outside_its_range_is_refused(flag: str, value: str, classify: 
 
 def test_what_is_wrong_with_a_flag_is_one_line_that_names_the_help(classify: Classify, tmp_path: Path):
     finished = classify("--lr", "-1")
-    assert_refused(finished, tmp_path, "error: --lr: must be above 0 and at most 1, found '-1'")
+    assert_refused(finished, tmp_path, "error: --lr: must be a number, above 0 and at most 1, found '-1'")
     assert finished.err.startswith("error: ")
     assert finished.err.endswith(" See classifier.py --help.\n")
     assert finished.err.count("\n") == 1

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import COURSE_TASKS
 from torch.utils.data import DataLoader
 
 from datasets import (
@@ -25,7 +26,7 @@ from datasets import (
     sorted_rows,
 )
 from readers import Examples, read_examples
-from tasks import CFIMDB, PARA, SST, STS, TASKS, Batch, Encoded, Task
+from tasks import CFIMDB, PARA, SST, STS, Batch, Encoded, Task
 from tokenizer import BertTokenizer
 
 SPLITS = ("train", "dev", "test")
@@ -42,7 +43,7 @@ ROWS = {
 def course(course_data: Path) -> dict[tuple[str, str], Examples]:
     return {
         (task.name, split): read_examples(task, [course_data / task.filename(split)], labeled=split != "test")
-        for task in TASKS.values()
+        for task in COURSE_TASKS.values()
         for split in SPLITS
     }
 
@@ -66,7 +67,7 @@ def plain_rows(path: Path) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
+@pytest.mark.parametrize("task", COURSE_TASKS.values(), ids=COURSE_TASKS)
 def test_every_row_that_csv_sees_is_used_or_named(
     task: Task, split: str, course: dict[tuple[str, str], Examples], course_data: Path
 ):

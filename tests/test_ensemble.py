@@ -613,7 +613,7 @@ def test_one_run_is_no_ensemble_and_a_run_counts_once(runs: list[Path], combine:
 
 
 def test_a_folder_that_is_no_run_is_refused(runs: list[Path], combine: Combine, tmp_path: Path) -> None:
-    assert_refused(combine(runs[0], tmp_path / "none"), tmp_path, tmp_path / "none", "but has no args.json")
+    assert_refused(combine(runs[0], tmp_path / "none"), tmp_path, tmp_path / "none", "no such directory. Give")
     (runs[1] / "args.json").write_text('{"args": {"tasks": ["sst"]}, "data_sha256": {}}')  # like a run of classifier.py
     expected = f"{runs[1]}: must be a run of multitask_classifier.py or ensemble.py. Choose another."
     assert_refused(combine(*runs), tmp_path, expected)
@@ -652,11 +652,17 @@ def test_a_name_that_is_taken_is_refused_and_nothing_is_overwritten(
     [
         (
             ["--method", "vote", "--average", "logits"],
-            "--average logits needs --method mean or weighted. Set it, or leave out --average.",
+            "--average logits needs --method mean or weighted. Use --method mean or weighted, or leave out --average.",
         ),
-        (["--method", "mean", "--seed", "3"], "--seed 3 needs --method weighted. Set it, or leave out --seed."),
-        (["--seed", "3"], "--seed 3 needs --method weighted. Set it, or leave out --seed."),
-        (["--method", "best", "--use_gpu"], "--use_gpu needs --method soup. Set it, or leave out --use_gpu."),
+        (
+            ["--method", "mean", "--seed", "3"],
+            "--seed 3 needs --method weighted. Use --method weighted, or leave out --seed.",
+        ),
+        (["--seed", "3"], "--seed 3 needs --method weighted. Use --method weighted, or leave out --seed."),
+        (
+            ["--method", "best", "--use_gpu"],
+            "--use_gpu needs --method soup. Use --method soup, or leave out --use_gpu.",
+        ),
         (["--method", "stack"], "--method must be one of mean, best, weighted, vote, soup; found 'stack'."),
         (["--metod", "mean"], "unknown flag --metod. Did you mean --method? See ensemble.py --help."),
     ],
@@ -670,8 +676,9 @@ def test_flags_without_effect_and_unknown_ones_are_refused(
 def test_a_flag_that_a_later_one_makes_pointless_is_dropped_with_a_note(
     runs: list[Path], combine: Combine, tmp_path: Path
 ) -> None:
-    """As if a recipe had the first flags and the command line the last one."""
-    done = succeeded(combine(*runs, "--method", "weighted", "--seed", 3, "--average", "logits", "--method", "vote"))
+    recipe = tmp_path / "recipe.txt"
+    recipe.write_text("--method weighted --seed 3 --average logits\n")
+    done = succeeded(combine(*runs, f"@{recipe}", "--method", "vote"))
     assert "note: --average, --seed: no effect with --method vote, so dropped.\n" in done.err
     succeeded(combine(*runs, "--method", "vote", "--name", "plain"))
     for task in NAMES:
@@ -807,3 +814,15 @@ def test_the_script_runs_from_the_command_line(runs: list[Path], tmp_path: Path)
     assert (again.returncode, again.stdout, again.stderr.count("\n")) == (2, "", 1)
     assert not (ROOT / "runs" / "ens").exists()
     assert predictions_in(tmp_path / "runs" / "ens", "sts").ids == ids_of("sts", "dev")
+
+
+def test_what_contains_an_ensemble_that_was_fitted_on_dev_says_so(
+    runs: list[Path], combine: Combine, tmp_path: Path
+) -> None:
+    """The mark is inherited, however deep the ensemble is nested."""
+    succeeded(combine(*runs, "--method", "weighted", "--name", "fitted"))
+    succeeded(combine(runs[0], tmp_path / "runs" / "fitted", "--name", "outer"))
+    facts = json.loads((tmp_path / "runs" / "outer" / "ensemble.json").read_text())
+    assert facts["scored_on"] == "dev (a run was fitted or chosen on dev: expect less on test)"
+    done = succeeded(combine(runs[1], tmp_path / "runs" / "outer", "--name", "outermost"))
+    assert "outer: fitted or chosen on dev" in done.err

@@ -132,7 +132,7 @@ def test_a_switch_of_a_recipe_is_turned_off_by_no(tmp_path: Path):
 
 def test_a_switch_takes_no_value():
     assert "use_gpu" in refusal(part_2, "--use_gpu=1")
-    assert refusal(part_2, "--use_gpu True").startswith("unknown flag True.")
+    assert refusal(part_2, "--use_gpu True").startswith("unexpected argument 'True': it belongs to no flag.")
 
 
 def test_flags_are_not_abbreviated():
@@ -272,15 +272,24 @@ TURNED_OFF = [
 
 @pytest.mark.parametrize(("setting", "on", "off"), TURNED_OFF)
 def test_a_flag_that_a_later_one_made_pointless_is_dropped_with_a_note(
-    setting: str, on: str, off: str, capsys: pytest.CaptureFixture
+    setting: str, on: str, off: str, capsys: pytest.CaptureFixture, tmp_path: Path
 ):
-    tuned = "--option finetune "
+    """If it comes from a recipe."""
+    tuned, recipe = "--option finetune ", tmp_path / "recipe.txt"
     plain = vars(part_2(tuned + on + " " + off))
     assert capsys.readouterr().err == ""
-    for line in (f"{on} {setting} {off}", f"{setting} {on} {off}", f"{on} {setting} {off} --epochs 10 --lr 1e-5"):
-        assert vars(part_2(tuned + line)) == plain, line
-        flag = setting.split()[0]
-        assert capsys.readouterr().err == f"note: {flag}: no effect with {off}, so dropped.\n"
+    for line in (f"{on} {setting}", f"{setting} {on}"):
+        recipe.write_text(tuned + line)
+        for later in (off, f"{off} --epochs 10 --lr 1e-5"):
+            assert vars(part_2(f"@{recipe} {later}")) == plain, line
+            flag = setting.split()[0]
+            assert capsys.readouterr().err == f"note: {flag}: no effect with {off}, so dropped.\n"
+
+
+@pytest.mark.parametrize(("setting", "on", "off"), TURNED_OFF)
+def test_two_flags_of_the_command_line_that_contradict_each_other_are_refused(setting: str, on: str, off: str):
+    message = refusal(part_2, f"--option finetune {on} {setting} {off}")
+    assert message.endswith(f"leave out {setting.split()[0]}.")
 
 
 @pytest.mark.parametrize(("setting", "on", "off"), TURNED_OFF)
@@ -310,10 +319,12 @@ def test_a_flag_at_its_default_value_is_never_refused(capsys: pytest.CaptureFixt
     assert capsys.readouterr().err == ""
 
 
-def test_what_hangs_on_a_dropped_flag_is_dropped_too(capsys: pytest.CaptureFixture):
+def test_what_depends_on_a_dropped_flag_is_dropped_too(capsys: pytest.CaptureFixture, tmp_path: Path):
     """--regularizer smart needs an encoder that trains, and --smart_steps needs --regularizer smart."""
+    recipe = tmp_path / "recipe.txt"
     line = "--option finetune --regularizer smart --smart_steps 3 --adapter lora --adapter_only --lora_r 2 --epochs 2"
-    args = part_2(line + " --option pretrain --seed 3")
+    recipe.write_text(line)
+    args = part_2(f"@{recipe} --option pretrain --seed 3")
     assert dropped_flags(capsys.readouterr().err) == {"regularizer", "smart_steps", "adapter", "adapter_only", "lora_r"}
     assert vars(args) == vars(part_2("--epochs 2 --seed 3"))
 
@@ -375,33 +386,33 @@ def test_the_notes_of_a_dropped_flag_and_the_run_agree(
 
 IDLE = {
     "classifier.py": {
-        "--ema_decay 0.9": "--ema_decay 0.9 needs --averager ema. Set it, or leave out --ema_decay.",
-        "--average_start 0.1": "--average_start 0.1 needs --averager swa. Set it, or leave out --average_start.",
+        "--ema_decay 0.9": "--ema_decay 0.9 needs --averager ema. Use --averager ema, or leave out --ema_decay.",
+        "--average_start 0.1": "--average_start 0.1 needs --averager swa. Use ",
         "--layer_decay 0.9": "--layer_decay 0.9 needs an encoder that trains, which --option pretrain (the handout's",
         "--tasks sst --cfimdb_batch_size 3": "--cfimdb_batch_size 3 needs cfimdb among --tasks.",
         "--tasks cfimdb --batch_size 3": "--batch_size 3 needs sst among --tasks.",
-        "--decay_matrices_only": "--decay_matrices_only needs --weight_decay. Set it, or leave out",
+        "--decay_matrices_only": "--decay_matrices_only needs --weight_decay. Use --weight_decay, or leave out",
     },
     "multitask_classifier.py": {
-        "--smart_steps 3": "--smart_steps 3 needs --regularizer smart. Set it, or leave out --smart_steps.",
-        "--cfimdb_head mlp": "--cfimdb_head mlp needs cfimdb among --tasks. Set it, or leave out --cfimdb_head.",
-        "--predict_train": "--predict_train needs --predict_only. Set it, or leave out --predict_train.",
+        "--smart_steps 3": "--smart_steps 3 needs --regularizer smart. Use ",
+        "--cfimdb_head mlp": "--cfimdb_head mlp needs cfimdb among --tasks. Add ",
+        "--predict_train": "--predict_train needs --predict_only. Use --predict_only, or leave out --predict_train.",
     },
     "pretrain.py": {
-        "--objective simcse --mask_share 0.3": "--mask_share 0.3 needs --objective mlm. Set it, or leave out",
-        "--objective simcse --whole_word": "--whole_word needs --objective mlm. Set it, or leave out --whole_word.",
-        "--temperature 0.1": "--temperature 0.1 needs --objective simcse or simcse_supervised. Set it, or leave out",
+        "--objective simcse --mask_share 0.3": "--mask_share 0.3 needs --objective mlm. Use ",
+        "--objective simcse --whole_word": "--whole_word needs --objective mlm. Use ",
+        "--temperature 0.1": "--temperature 0.1 needs --objective simcse or simcse_supervised. Use ",
         "--objective mlm+simcse --positives_only": "--positives_only needs --objective simcse_supervised.",
-        "--nli a.jsonl": "--nli a.jsonl needs --objective simcse_supervised. Set it, or leave out --nli.",
+        "--nli a.jsonl": "--nli a.jsonl needs --objective simcse_supervised. Use ",
         "--objective simcse_supervised --text a.txt": "--text a.txt needs --objective mlm or nsp or simcse.",
         "--objective simcse_supervised --nli a.jsonl --tasks para": "--tasks para needs an objective that reads the",
-        "--averager swa --ema_decay 0.9": "--ema_decay 0.9 needs --averager ema. Set it, or leave out --ema_decay.",
+        "--averager swa --ema_decay 0.9": "--ema_decay 0.9 needs --averager ema. Use ",
     },
     "ensemble.py": {
-        "--seed 3": "--seed 3 needs --method weighted. Set it, or leave out --seed.",
-        "--method soup --seed 3": "--seed 3 needs --method weighted. Set it, or leave out --seed.",
-        "--use_gpu": "--use_gpu needs --method soup. Set it, or leave out --use_gpu.",
-        "--method vote --average logits": "--average logits needs --method mean or weighted. Set it, or leave out",
+        "--seed 3": "--seed 3 needs --method weighted. Use --method weighted, or leave out --seed.",
+        "--method soup --seed 3": "--seed 3 needs --method weighted. Use --method weighted, or leave out --seed.",
+        "--use_gpu": "--use_gpu needs --method soup. Use --method soup, or leave out --use_gpu.",
+        "--method vote --average logits": "--average logits needs --method mean or weighted. Use ",
     },
 }
 
@@ -446,9 +457,16 @@ def test_a_flag_with_what_it_needs_is_accepted(script: str, line: str, capsys: p
     assert capsys.readouterr().err == ""
 
 
-def test_a_flag_of_the_command_line_is_dropped_without_the_runs_that_follow_it():
-    for line in ("--average logits runs/a runs/b --method vote", "--use_gpu runs/a runs/b --method soup --method vote"):
-        args = ensemble.get_args(line.split())
+@pytest.mark.parametrize(
+    "line", ["--average logits runs/a runs/b", "--use_gpu runs/a runs/b --method soup", "--tasks sst --average logits"]
+)
+def test_a_flag_is_dropped_without_the_runs_that_follow_it(line: str, tmp_path: Path, capsys: pytest.CaptureFixture):
+    recipe = tmp_path / "recipe.txt"
+    recipe.write_text(line)
+    for later in ("--method vote", "--method vote --seed 11711"):
+        runs = "" if "runs/a" in line else "runs/a runs/b "
+        args = ensemble.get_args(f"{runs}@{recipe} {later}".split())
+        assert "no effect with --method vote, so dropped." in capsys.readouterr().err
         assert (args.members, args.method) == ([Path("runs/a"), Path("runs/b")], "vote")
         assert (args.average, args.use_gpu) == ("probabilities", False)
 
@@ -504,7 +522,11 @@ def other_value(parser: ArgumentParser, action: argparse.Action) -> list[str]:
     if isinstance(action, Switch):
         return [name]
     default = action.default if isinstance(action.default, list) else [action.default]
-    texts = action.choices or ("3", "64", "0.5", "0.25", "last-linear-layer", "sts=2")
+    texts = (
+        action.choices
+        or {"--regularizer": ("rdrop",)}.get(name)
+        or ("3", "64", "0.5", "0.25", "last-linear-layer", "sts=2")
+    )
     for text in map(str, texts):
         with contextlib.suppress(InputError):
             value = getattr(parser.parse_args([*REQUIRED.get(parser.prog, []), name, text]), action.dest)
@@ -667,7 +689,7 @@ def test_a_number_lies_within_its_bounds(
     parse = number(kind, low, high, above=above)
     assert [parse(text) for text in good] == [kind(text) for text in good]
     for text in bad:
-        with pytest.raises(argparse.ArgumentTypeError, match=f"must be {'above' if above else 'at least'} {low:g} and"):
+        with pytest.raises(argparse.ArgumentTypeError, match=f"number, {'above' if above else 'at least'} {low:g} and"):
             parse(text)
 
 
@@ -798,3 +820,48 @@ def test_a_wrong_flag_is_one_line_on_stderr(capsys: pytest.CaptureFixture, run_m
         assert (done.status, done.out) == (2, ""), script
         assert done.err.startswith("error: unknown flag --no_such_flag."), script
         assert done.err.count("\n") == 1
+
+
+# --- the groups of a command line -------------------------------------------------------------------------------------
+
+
+def test_a_command_line_is_split_into_flags_with_their_values_and_positional_arguments():
+    parser = ensemble.parser()
+    line = "runs/a --average=logits runs/b --tasks sst sts --use_gpu runs/c --seed 3 runs/d"
+    assert parser.by_flag(line.split()) == [
+        ["runs/a"], ["--average=logits"], ["runs/b"], ["--tasks", "sst", "sts"], ["--use_gpu"], ["runs/c"],
+        ["--seed", "3"], ["runs/d"],
+    ]  # fmt: skip
+    assert parser.flat(parser.by_flag(line.split()))[:4] == ["runs/a", "runs/b", "runs/c", "runs/d"]
+
+
+def test_a_note_names_the_flag_that_really_made_another_pointless(capsys: pytest.CaptureFixture, tmp_path: Path):
+    recipe = tmp_path / "recipe.txt"
+    recipe.write_text("--option finetune --adapter lora\n")
+    part_2(f"@{recipe} --resume --option pretrain --name x")
+    assert capsys.readouterr().err == "note: --adapter: no effect with --option pretrain, so dropped.\n"
+    recipe.write_text("--option finetune --sts_loss bogus --mnrl_scale 3 --sts_pairing bi --sts_loss mse+mnrl\n")
+    assert part_2(f"@{recipe}").mnrl_scale == 3
+
+
+def test_several_flags_together_can_make_another_pointless(capsys: pytest.CaptureFixture):
+    part_2("@recipes/quickstart.txt --regularizer none --option pretrain")
+    assert dropped_flags(capsys.readouterr().err) == {"combiner", "smart_variant"}
+
+
+def test_the_recipe_of_another_script_is_recognized():
+    message = refusal(part_2, "@recipes/minilm/pretrain.txt")
+    assert message.startswith("unknown flag --objective.")
+    assert "its comment says which script it is for" in message
+
+
+def test_a_recipe_is_looked_for_beside_the_one_that_includes_it_and_may_have_a_byte_order_mark(tmp_path: Path):
+    (tmp_path / "inner.txt").write_bytes(b"\xef\xbb\xbf--epochs 7\n")
+    (tmp_path / "outer.txt").write_text("@inner.txt\n")
+    assert part_2(f"@{tmp_path / 'outer.txt'}").epochs == 7
+    assert "no such recipe" in refusal(part_2, "@" + "x" * 5000)
+
+
+@pytest.mark.parametrize("name", ["../x", "a/b", "..", "/tmp/x"])
+def test_the_name_of_a_run_is_a_plain_name(name: str):
+    assert "must be a plain name without slashes" in refusal(multitask_classifier.get_args, ["--name", name])

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from bert import BertModel
 from config import BertConfig
-from heads import HEADS, POOLERS, build_head, build_pooler, check_head
+from heads import HEADS, POOLERS, build_head, check_head
 from tasks import SST, STS, TASKS, Category, Number, Probability, Task
 from utils import InputError
 
@@ -55,7 +55,7 @@ def padded(rows: list[Tensor], T: int, garbage: float) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("name", sorted(POOLERS))
 def test_a_sentence_has_the_same_vector_in_any_batch_order_and_padding(name: str, bert: BertModel) -> None:
     """Padding and the other rows of a batch must not change a vector (docs/PITFALLS.md, 8)."""
-    pooler = lively(build_pooler(name, copy.deepcopy(bert).double()))
+    pooler = lively(POOLERS[name](copy.deepcopy(bert).double()))
     rows = sentences()
     alone = torch.cat([pooler(row[None], torch.ones(1, len(row), dtype=torch.long)) for row in rows])
     assert alone.shape == (len(rows), H)
@@ -96,7 +96,7 @@ def pooled_by_hand(name: str, pooler: nn.Module, bert: BertModel, row: np.ndarra
 @pytest.mark.parametrize("name", sorted(POOLERS))
 def test_a_pooler_computes_its_formula(name: str, bert: BertModel) -> None:
     bert = copy.deepcopy(bert).double()
-    pooler = lively(build_pooler(name, bert))
+    pooler = lively(POOLERS[name](bert))
     rows = sentences()
     expected = [pooled_by_hand(name, pooler, bert, row.numpy()) for row in rows]
     np.testing.assert_allclose(pooler(*padded(rows, 9, 5.0)).detach().numpy(), expected, atol=1e-12)
@@ -104,7 +104,7 @@ def test_a_pooler_computes_its_formula(name: str, bert: BertModel) -> None:
 
 @pytest.mark.parametrize("name", sorted(POOLERS))
 def test_a_pooler_says_whether_it_has_parameters_and_all_of_them_learn(name: str, bert: BertModel) -> None:
-    pooler = build_pooler(name, bert)
+    pooler = POOLERS[name](bert)
     parameters = list(pooler.parameters())
     assert pooler.own_parameters is bool(parameters)
     hidden, mask = padded(sentences(), 7, 0.0)
@@ -117,7 +117,7 @@ def test_a_pooler_says_whether_it_has_parameters_and_all_of_them_learn(name: str
 
 @pytest.mark.parametrize("name", sorted(POOLERS))
 def test_a_pooler_registers_no_parameter_of_the_encoder_and_follows_its_copy(name: str, bert: BertModel, tmp_path):
-    model = nn.ModuleDict({"bert": bert, "pool": build_pooler(name, bert)})
+    model = nn.ModuleDict({"bert": bert, "pool": POOLERS[name](bert)})
     assert len(list(model.parameters())) == len(set(model.state_dict())), "each parameter has one name"
     save_model(model, str(tmp_path / "model.safetensors"))
     twin = copy.deepcopy(model)
@@ -133,14 +133,14 @@ def test_a_pooler_registers_no_parameter_of_the_encoder_and_follows_its_copy(nam
 
 def test_attention_pooling_starts_from_the_mean(bert: BertModel) -> None:
     inputs = padded(sentences(), 7, 1e3)
-    ours, mean = (build_pooler(name, bert).double()(*inputs) for name in ("attention", "mean"))
+    ours, mean = (POOLERS[name](bert).double()(*inputs) for name in ("attention", "mean"))
     torch.testing.assert_close(ours, mean)
 
 
 @pytest.mark.parametrize("name", sorted(POOLERS))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_pooler_runs_under_autocast(name: str, dtype: torch.dtype, bert: BertModel) -> None:
-    pooler = build_pooler(name, bert)
+    pooler = POOLERS[name](bert)
     hidden, mask = padded(sentences(), 7, 0.0)
     full = pooler(hidden.float(), mask)
     with torch.autocast("cpu", torch.bfloat16):
@@ -150,7 +150,7 @@ def test_a_pooler_runs_under_autocast(name: str, dtype: torch.dtype, bert: BertM
 def test_bigru_refuses_an_odd_width() -> None:
     bert = BertModel(BertConfig(hidden_size=9, num_hidden_layers=1, num_attention_heads=3, vocab_size=20))
     with pytest.raises(InputError, match="even hidden size, found 9"):
-        build_pooler("bigru", bert)
+        POOLERS["bigru"](bert)
 
 
 # --- heads ------------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from conftest import COURSE_TASKS
 from torch import Tensor, nn
 
 import losses
@@ -173,7 +174,7 @@ def test_a_loss_of_half_precision_logits_is_computed_in_float32(name: str, task:
     assert loss.item() == pytest.approx(exact.item(), rel=1e-5, abs=1e-6)
 
 
-@pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
+@pytest.mark.parametrize("task", COURSE_TASKS.values(), ids=COURSE_TASKS)
 def test_every_task_has_a_default_that_fits_it_and_is_its_flags_default(task: Task) -> None:
     spec = getattr(flags(), f"{task.name}_loss")
     assert spec == task.predicts.default_loss == {"sst": "ce", "cfimdb": "ce", "para": "bce", "sts": "mse"}[task.name]
@@ -630,7 +631,10 @@ def test_uncertainty_settles_where_the_likelihood_is_highest(task: Task) -> None
     ("argv", "message"),
     [
         (["--weighting", "fixed"], "--weighting fixed needs --task_weights, found none"),
-        (["--task_weights", "sst=2"], "--task_weights sst=2 needs --weighting fixed. Set it, or leave out"),
+        (
+            ["--task_weights", "sst=2"],
+            "--task_weights sst=2 needs --weighting fixed. Use --weighting fixed, or leave out",
+        ),
         (["--weighting", "fixed", "--task_weights", "imdb=2"], "must be one of sst, para, sts, found 'imdb'"),
     ],
 )

@@ -1,5 +1,6 @@
 """Part 2 end to end on tiny files: the model, its encodings, the starter's interface, the run's directory and files."""
 
+import argparse
 import contextlib
 import io
 import itertools
@@ -33,7 +34,7 @@ from multitask_flags import training_rows
 from tasks import PARA, SST, STS, TASKS, Encoded, Task
 from tokenizer import BertTokenizer
 from training import Trainer
-from utils import Precision
+from utils import InputError, Precision
 
 FP32 = Precision("fp32", torch.device("cpu"))
 NAMES = ("sst", "para", "sts")
@@ -858,9 +859,9 @@ def test_every_task_is_a_choice_of_its_own_files_and_outputs():
         assert getattr(args, f"{name}_dev_out") == f"predictions/{name}-dev-output.csv"
 
 
-def test_files_head_pooling_and_pairing_are_filled_in_for_the_tasks_that_are_used_and_no_others():
+def test_files_are_filled_in_for_the_tasks_that_are_used_and_no_others():
     args = vars(get_args(["--tasks", "sst", "para", "--data", "d", "--pooling", "mean"]))
-    keys = ("train", "dev", "test", "dev_out", "test_out", "pooling", "head", "pairing")
+    keys = ("train", "dev", "test", "dev_out", "test_out")
     found = {name: {key: args[f"{name}_{key}"] for key in keys if f"{name}_{key}" in args} for name in TASKS}
     assert found["sst"] == {
         "train": "d/ids-sst-train.csv",
@@ -868,8 +869,46 @@ def test_files_head_pooling_and_pairing_are_filled_in_for_the_tasks_that_are_use
         "test": "d/ids-sst-test-student.csv",
         "dev_out": "predictions/sst-dev-output.csv",
         "test_out": "predictions/sst-test-output.csv",
-        "pooling": "mean",
-        "head": "linear",
     }
-    assert (found["para"]["train"], found["para"]["pairing"]) == ("d/quora-train.csv", "bi")
+    assert found["para"]["train"] == "d/quora-train.csv"
     assert set(found["cfimdb"].values()) == set(found["sts"].values()) == {None}
+
+
+def test_a_flag_that_is_changed_after_parsing_has_its_effect():
+    args = get_args(["--tasks", "sst", "para"])
+    args.pooling, args.pairing, args.para_head = "mean", "cross", "mlp"
+    sst, para = multitask_flags.branches(multitask_flags.with_defaults(args)).values()
+    assert (sst.pooling, sst.head) == ("mean", "linear")
+    assert (para.pooling, para.head, para.pairing) == ("mean", "mlp", "cross")
+
+
+def test_a_namespace_from_code_may_name_the_files_of_tasks_that_it_does_not_use():
+    files = {
+        f"{name}_{split}": f"{name}-{split}" for name in ("sst", "para", "sts") for split in ("train", "dev", "test")
+    }
+    args = multitask_flags.with_defaults(argparse.Namespace(tasks=["sst", "sts"], train_tasks=["sst"], **files))
+    multitask_flags.validate(args)
+    assert (args.sst_train, args.sts_train, args.sts_dev, args.para_dev) == ("sst-train", None, "sts-dev", None)
+
+
+def test_a_joined_pair_is_never_longer_than_the_encoder_has_positions(tiny_checkpoint: Path):
+    from model import Branch
+    from model import MultitaskBERT as Plain
+
+    bert = BertModel.from_pretrained(str(tiny_checkpoint))
+    assert Plain(bert, [Branch(SST)], max_length=4096).max_length == bert.config.max_position_embeddings
+    assert Plain(bert, [Branch(SST)], max_length=64).max_length == 64
+
+
+def test_repeated_ids_are_allowed_in_training_files_only(tiny_checkpoint: Path, task_files: Path):
+    for name in ("train", "dev"):
+        path = task_files / f"ids-sst-{name}.csv"
+        path.write_text(path.read_text() + path.read_text().splitlines()[1] + "\n")
+        args = get_args(
+            ["--tasks", "sst", "--data", str(task_files), "--model", str(tiny_checkpoint), "--repeated_ids"]
+        )
+        tokenizer = multitask_flags.build_tokenizer(args)
+        if name == "train":
+            assert len(multitask_flags.load_splits(args, tokenizer, ("train", "dev"))["sst"]["train"]) == 9
+    with pytest.raises(InputError, match="ids must be unique"):
+        multitask_flags.load_splits(args, tokenizer, ("train", "dev"))

@@ -56,55 +56,60 @@ ENCODER = (
     "leave out"
 )
 IDLE = {  # flags that would do nothing
-    "--smart_weight 2": "--smart_weight 2.0 needs --regularizer smart. Set it, or leave out --smart_weight.",
-    TUNED + "--regularizer rdrop --smart_steps 3": "--smart_steps 3 needs --regularizer smart. Set it, or leave out",
-    TUNED + "--regularizer rdrop --smart_variant 1": "--smart_variant 1 needs --regularizer smart or bregman. Set it",
+    "--smart_weight 2": "--smart_weight 2.0 needs --regularizer smart. Use ",
+    TUNED + "--regularizer rdrop --smart_steps 3": "--smart_steps 3 needs --regularizer smart. Use ",
+    TUNED + "--regularizer rdrop --smart_variant 1": "--smart_variant 1 needs --regularizer smart or bregman. Use ",
     TUNED + "--regularizer smart+rdrop --bregman_momentum 0.5": "--bregman_momentum 0.5 needs --regularizer bregman.",
-    TUNED + "--regularizer smart:0.5+bregman --rdrop_weight 2": "--rdrop_weight 2.0 needs --regularizer rdrop. Set it",
-    TUNED + "--combiner pcgrad --cagrad_c 0.5": "--cagrad_c 0.5 needs --combiner cagrad. Set it, or leave out",
-    "--gradvac_beta 0.5": "--gradvac_beta 0.5 needs --combiner gradvac. Set it, or leave out --gradvac_beta.",
-    "--averager swa --ema_decay 0.5": "--ema_decay 0.5 needs --averager ema. Set it, or leave out --ema_decay.",
-    "--averager ema --average_start 0.1": "--average_start 0.1 needs --averager swa. Set it, or leave out --average_",
-    "--decay_matrices_only": "--decay_matrices_only needs --weight_decay. Set it, or leave out --decay_matrices_only.",
-    "--label_smoothing 0.2": "--label_smoothing 0.2 needs the loss ce_smooth. Set it, or leave out --label_smoothing.",
+    TUNED + "--regularizer smart:0.5+bregman --rdrop_weight 2": "--rdrop_weight 2.0 needs --regularizer rdrop. Use ",
+    TUNED
+    + "--combiner pcgrad --cagrad_c 0.5": "--cagrad_c 0.5 needs --combiner cagrad. Use --combiner cagrad, or leave out",
+    "--gradvac_beta 0.5": "--gradvac_beta 0.5 needs --combiner gradvac. Use ",
+    "--averager swa --ema_decay 0.5": "--ema_decay 0.5 needs --averager ema. Use ",
+    "--averager ema --average_start 0.1": "--average_start 0.1 needs --averager swa. Use ",
+    "--decay_matrices_only": "--decay_matrices_only needs --weight_decay. Use ",
+    "--label_smoothing 0.2": "--label_smoothing 0.2 needs the loss ce_smooth. Use ",
     "--train_tasks para --label_smoothing 0.2": "--label_smoothing 0.2 needs the loss ce_smooth.",
-    "--mnrl_scale 10": "--mnrl_scale 10.0 needs the loss mnrl. Set it, or leave out --mnrl_scale.",
-    "--para_loss mnrl_head --mnrl_scale 10": "--mnrl_scale 10.0 needs the loss mnrl. Set it, or leave out --mnrl_scale",
+    "--mnrl_scale 10": "--mnrl_scale 10.0 needs the loss mnrl. Use ",
+    "--para_loss mnrl_head --mnrl_scale 10": "--mnrl_scale 10.0 needs the loss mnrl. Use ",
     TUNED + "--para_loss bce+mnrl --mnrl_threshold 3": (
-        "--mnrl_threshold 3.0 needs the loss mnrl or mnrl_head of a task that predicts a number. Set it, or leave out"
+        "--mnrl_threshold 3.0 needs the loss mnrl or mnrl_head of a task that predicts a number. Use "
     ),
-    "--mnrl_symmetric": "--mnrl_symmetric needs the loss mnrl or mnrl_head. Set it, or leave out --mnrl_symmetric.",
-    TUNED + "--train_tasks sst --mnrl_symmetric": "--mnrl_symmetric needs the loss mnrl or mnrl_head. Set it, or",
-    "--cosent_scale 10": "--cosent_scale 10.0 needs the loss cosent. Set it, or leave out --cosent_scale.",
-    "--cosine_margin 0.5": "--cosine_margin 0.5 needs the loss cosine_embedding. Set it, or leave out --cosine_margin.",
-    "--simcse_temperature 0.1": "--simcse_temperature 0.1 needs the loss simcse. Set it, or leave out --simcse_",
+    "--mnrl_symmetric": "--mnrl_symmetric needs the loss mnrl or mnrl_head. Use ",
+    TUNED + "--train_tasks sst --mnrl_symmetric": "--mnrl_symmetric needs the loss mnrl or mnrl_head. Use ",
+    "--cosent_scale 10": "--cosent_scale 10.0 needs the loss cosent. Use ",
+    "--cosine_margin 0.5": "--cosine_margin 0.5 needs the loss cosine_embedding. Use ",
+    "--simcse_temperature 0.1": "--simcse_temperature 0.1 needs the loss simcse. Use ",
     "--distill_temperature 3": (
-        "--distill_temperature 3.0 needs the loss distill of a task that predicts a category or probability. Set it"
+        "--distill_temperature 3.0 needs the loss distill of a task that predicts a category or a probability. Use "
     ),
     "--sts_loss distill --teacher x --distill_temperature 3": "--distill_temperature 3.0 needs the loss distill of a",
-    "--teacher x": "--teacher x needs the loss distill. Set it, or leave out --teacher.",
-    "--task_weights sts=2 sst=3": "--task_weights sts=2 sst=3 needs --weighting fixed. Set it, or leave out --task_w",
+    "--teacher x": "--teacher x needs the loss distill. Use it, as in --sst_loss ce+distill, or leave out",
+    "--task_weights sts=2 sst=3": "--task_weights sts=2 sst=3 needs --weighting fixed. Use ",
     "--predict_only": "--predict_only needs --run. Add --run runs/NAME, or leave out --predict_only.",
-    "--predict_train": "--predict_train needs --predict_only. Set it, or leave out --predict_train.",
-    "--run runs/x": "--run runs/x needs --predict_only. Set it, or leave out --run.",
-    "--pos_dim 8": "--pos_dim 8 needs --feature pos. Set it, or leave out --pos_dim.",
-    TUNED + "--pal_dim 8": "--pal_dim 8 needs --adapter pal. Set it, or leave out --pal_dim.",
-    TUNED + "--adapter pal --lora_on key value": "--lora_on key value needs --adapter lora. Set it, or leave out",
-    TUNED + "--adapter lora --mixout_p 0.5": "--mixout_p 0.5 needs --adapter mixout. Set it, or leave out --mixout_p.",
-    TUNED + "--adapter_only": "--adapter_only needs --adapter pal or lora. Set it, or leave out --adapter_only.",
-    TUNED + "--adapter mixout --adapter_only": "--adapter_only needs --adapter pal or lora. Set it, or leave out",
+    "--predict_train": "--predict_train needs --predict_only. Use --predict_only, or leave out --predict_train.",
+    "--run runs/x": "--run runs/x needs --predict_only. Use --predict_only, or leave out --run.",
+    "--pos_dim 8": "--pos_dim 8 needs --feature pos. Use --feature pos, or leave out --pos_dim.",
+    TUNED + "--pal_dim 8": "--pal_dim 8 needs --adapter pal. Use --adapter pal, or leave out --pal_dim.",
+    TUNED
+    + "--adapter pal --lora_on key value": "--lora_on key value needs --adapter lora. Use --adapter lora, or leave out",
+    TUNED + "--adapter lora --mixout_p 0.5": "--mixout_p 0.5 needs --adapter mixout. Use ",
+    TUNED + "--adapter_only": "--adapter_only needs --adapter pal or lora. Use ",
+    TUNED + "--adapter mixout --adapter_only": "--adapter_only needs --adapter pal or lora. Use ",
     # tasks that are not used, or not trained
-    "--tasks para sts --sst_head mlp": "--sst_head mlp needs sst among --tasks. Set it, or leave out --sst_head.",
-    "--tasks sst sts --para_pairing cross": "--para_pairing cross needs para among --tasks. Set it, or leave out",
-    "--tasks sst --sts_dev_out x.csv": "--sts_dev_out x.csv needs sts among --tasks. Set it, or leave out",
-    "--cfimdb_pooling mean": "--cfimdb_pooling mean needs cfimdb among --tasks. Set it, or leave out --cfimdb_pooling.",
-    "--tasks para sts --sst_loss ce_smooth": "--sst_loss ce_smooth needs sst among the tasks that train. Set it, or",
-    "--train_tasks sst --para_fraction 0.5": "--para_fraction 0.5 needs para among the tasks that train. Set it, or",
-    "--train_tasks sst --sts_train a.csv b.csv": "--sts_train a.csv b.csv needs sts among the tasks that train. Set it",
-    "--cfimdb_train a.csv": "--cfimdb_train a.csv needs cfimdb among the tasks that train. Set it, or leave out",
-    "--tasks sst cfimdb --symmetric": "--symmetric needs a task on pairs among --tasks. Set it, or leave out --symme",
-    "--tasks sst --pairing cross": "--pairing cross needs a task on pairs among --tasks. Set it, or leave out --pair",
-    "--tasks sst sts --share_pair_layer": "--share_pair_layer needs two tasks on pairs among --tasks. Set it, or leave",
+    "--tasks para sts --sst_head mlp": "--sst_head mlp needs sst among --tasks. Add ",
+    "--tasks sst sts --para_pairing cross": "--para_pairing cross needs para among --tasks. Add ",
+    "--tasks sst --sts_dev_out x.csv": "--sts_dev_out x.csv needs sts among --tasks. Add sts to --tasks, or leave out",
+    "--cfimdb_pooling mean": "--cfimdb_pooling mean needs cfimdb among --tasks. Add ",
+    "--tasks para sts --sst_loss ce_smooth": "--sst_loss ce_smooth needs sst among the tasks that train. Add ",
+    "--train_tasks sst --para_fraction 0.5": "--para_fraction 0.5 needs para among the tasks that train. Add ",
+    "--train_tasks sst --sts_train a.csv b.csv": "--sts_train a.csv b.csv needs sts among the tasks that train. Add ",
+    "--cfimdb_train a.csv": "--cfimdb_train a.csv needs cfimdb among the tasks that train. Add ",
+    "--tasks sst --pooling max --sst_pooling cls": "--pooling max needs a task without its own --TASK_pooling.",
+    "--head mlp --sst_head mlp --para_head mlp --sts_head mlp": "--head mlp needs a task without its own --TASK_head.",
+    "--pairing cross --para_pairing bi --sts_pairing bi": "cross needs a task without its own --TASK_pairing.",
+    "--tasks sst cfimdb --symmetric": "--symmetric needs a task on pairs among --tasks. Add para or sts to --tasks, or",
+    "--tasks sst --pairing cross": "--pairing cross needs a task on pairs among --tasks. Add para or sts to",
+    "--tasks sst sts --share_pair_layer": "--share_pair_layer needs two tasks on pairs among --tasks. Add ",
     # surgery
     TUNED + "--tasks sst --combiner pcgrad": (
         "--combiner pcgrad needs at least two tasks that train. Use two tasks, or --combiner sum, or leave out"
@@ -182,7 +187,7 @@ IMPOSSIBLE = IDLE | {
         "--sst_loss distill needs the teacher's logits, found no --teacher. Add --teacher DIR, a directory with "
         "sst-train.npz."
     ),
-    "--sst_loss distill --teacher x --repeated_ids": "--teacher and --repeated_ids exclude each other: a row's teacher",
+    "--sst_loss distill --teacher x --repeated_ids": "--teacher and --repeated_ids cannot be combined: a row's teacher",
     TUNED + "--chunk_rows 16": (
         "--chunk_rows must be below the number of sentences in a batch, at most 16 here, found 16. Lower it, or leave"
     ),
@@ -202,9 +207,9 @@ IMPOSSIBLE = IDLE | {
     ),
     # the rest
     "--tasks sst --train_tasks para": "--train_tasks must be among --tasks, found para. Add it to --tasks, or leave it",
-    "--resume --predict_only --run runs/x": "--resume and --predict_only exclude each other. Leave one out.",
-    "--dry_run --resume": "--resume and --dry_run exclude each other. Leave one out.",
-    "--dry_run --predict_only --run runs/x": "--predict_only and --dry_run exclude each other. Leave one out.",
+    "--resume --predict_only --run runs/x": "--resume and --predict_only cannot be combined. Leave one out.",
+    "--dry_run --resume": "--resume and --dry_run cannot be combined. Leave one out.",
+    "--dry_run --predict_only --run runs/x": "--predict_only and --dry_run cannot be combined. Leave one out.",
     "--weighting fixed": "--weighting fixed needs --task_weights, found none. Add for example --task_weights sts=2.",
     "--weighting fixed --tasks sst --task_weights sts=2": "a task must be one of sst, found 'sts'. Correct it.",
     "--keep_layers 3": "--keep_layers must be 1 to 2 for",
@@ -213,11 +218,11 @@ IMPOSSIBLE = IDLE | {
     "--combiner pcgard": "found 'pcgard'. Did you mean pcgrad? See multitask_classifier.py --help.",
     "--tasks sst nli": "--tasks must be one of cfimdb, para, sst, sts; found 'nli'.",
     "--fine-tune-mode half": "must be one of last-linear-layer, full-model, found 'half'. See multitask_classifier.py",
-    "--accumulate 0": "--accumulate: must be at least 1 and at most 4096, found '0'. See multitask_classifier.py",
-    "--para_fraction 0": "--para_fraction: must be above 0 and at most 1, found '0'",
-    "--max_train 1": "--max_train: must be at least 2",
-    "--max_length 513": "--max_length: must be at least 4 and at most 512, found '513'",
-    "--patience -1": "--patience: must be at least 0 and at most 1000, found '-1'",
+    "--accumulate 0": "--accumulate: must be a whole number, at least 1 and at most 4096, found '0'. See",
+    "--para_fraction 0": "--para_fraction: must be a number, above 0 and at most 1, found '0'",
+    "--max_train 1": "--max_train: must be a whole number, at least 2",
+    "--max_length 513": "--max_length: must be a whole number, at least 4 and at most 512, found '513'",
+    "--patience -1": "--patience: must be a whole number, at least 0 and at most 1000, found '-1'",
     "--weighting fixed --task_weights sts": "--task_weights: must be like sts=2, found 'sts'",
     TUNED + "--adapter prefix": "--adapter must be one of lora, mixout, none, pal; found 'prefix'.",
     TUNED + "--adapter lora --lora_on pooler": "--lora_on must be one of query, key, value, attention_dense, interm_",
@@ -225,7 +230,7 @@ IMPOSSIBLE = IDLE | {
     TUNED + "--regularizer smart --smart_variant 3": "--smart_variant must be one of 0, 1, 2; found '3'.",
     "--smart True": "unknown flag --smart.",
     "--learning_rate 3": "unknown flag --learning_rate.",
-    "sst": "unknown flag sst.",
+    "sst": "unexpected argument 'sst': it belongs to no flag.",
 }
 
 
@@ -259,9 +264,11 @@ SWITCHED_OFF = {  # flags that the last one makes pointless
 
 @pytest.mark.parametrize("flags", SWITCHED_OFF)
 def test_flags_that_a_later_one_made_pointless_are_dropped_with_a_note(flags: str, classify: Classify, tmp_path: Path):
-    finished = classify(*flags.split())
-    assert finished.status == 0, finished.err
     last = flags[flags.rindex("--") :]
+    recipe = tmp_path / "recipe.txt"
+    recipe.write_text(flags.removesuffix(last))
+    finished = classify(f"@{recipe}", *last.split())
+    assert finished.status == 0, finished.err
     notes = re.findall(rf"^note: (.*): no effect with {last}, so dropped\.$", finished.err, flags=re.MULTILINE)
     assert {flag.removeprefix("--") for note in notes for flag in note.split(", ")} == SWITCHED_OFF[flags]
     stored = json.loads((tmp_path / "runs" / "r" / "args.json").read_text())["args"]
@@ -430,7 +437,7 @@ def test_an_unknown_recipe_is_refused(classify: Classify, tmp_path: Path):
     [
         ("--epochs 1\n--learning_rate 3  # no such flag\n", "unknown flag --learning_rate."),
         ("--combiner pcgrod\n", "found 'pcgrod'. Did you mean pcgrad?"),
-        ("pcgrad\n", "unknown flag pcgrad."),
+        ("pcgrad\n", "unexpected argument 'pcgrad': it belongs to no flag."),
         ("--lr\n", "--lr: expected one argument"),
     ],
 )
@@ -545,7 +552,7 @@ def test_a_run_that_exists_is_refused_and_left_alone(classify: Classify, tmp_pat
     log.parent.mkdir(parents=True)
     log.write_text("kept")
     error = the_error(classify())
-    assert f"{log.parent}: the run exists already. Choose another --name, resume it, or remove it." in error
+    assert f"{log.parent}: the run exists already. Use another --name, or remove the directory." in error
     assert list((tmp_path / "runs").rglob("*.*")) == [log]
     assert log.read_text() == "kept"
     assert not list((tmp_path / "predictions").glob("*"))

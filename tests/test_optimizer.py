@@ -252,12 +252,12 @@ def test_the_script_says_what_the_default_learning_rate_is(lr: float | None) -> 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--decay_matrices_only", "--decay_matrices_only needs --weight_decay. Set it, or leave out"),
-        ("--ema_decay 0.5", "--ema_decay 0.5 needs --averager ema. Set it, or leave out --ema_decay."),
+        ("--decay_matrices_only", "--decay_matrices_only needs --weight_decay. Use --weight_decay, or leave out"),
+        ("--ema_decay 0.5", "--ema_decay 0.5 needs --averager ema. Use --averager ema, or leave out --ema_decay."),
         ("--averager swa --ema_decay 0.5", "--ema_decay 0.5 needs --averager ema."),
         ("--averager ema --average_start 0.1", "--average_start 0.1 needs --averager swa."),
-        ("--lr 0", "--lr: must be above 0 and at most 1, found '0'. See optimizer.py --help."),
-        ("--warmup 1.5", "--warmup: must be at least 0 and at most 1, found '1.5'. See optimizer.py --help."),
+        ("--lr 0", "--lr: must be a number, above 0 and at most 1, found '0'. See optimizer.py --help."),
+        ("--warmup 1.5", "--warmup: must be a number, at least 0 and at most 1, found '1.5'. See optimizer.py --help."),
         ("--optimizer adam", "--optimizer must be one of ad"),
     ],
 )

@@ -760,5 +760,5 @@ def test_a_cache_that_cannot_be_written_is_refused(classify: Classify, tmp_path:
 
 @pytest.mark.parametrize("flag", ["--pos_dim 8", "--pos_tagger wheel", "--pos_cache x"])
 def test_a_flag_without_its_feature_is_refused(flag: str) -> None:
-    with pytest.raises(InputError, match=rf"^{flag} needs --feature pos\. Set it, or leave out"):
+    with pytest.raises(InputError, match=rf"^{flag} needs --feature pos\. Use --feature pos\, or leave out"):
         get_args(flag.split())

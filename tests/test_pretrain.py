@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import Finished, the_error, write_task_files
+from conftest import COURSE_TASKS, Finished, the_error, write_task_files
 from safetensors.torch import load_file, save_file
 from torch import Generator, Tensor
 
@@ -774,7 +774,7 @@ def test_by_default_the_texts_of_all_training_files_are_read_and_no_other_file(r
     assert done.status == 0, done.err
     facts = json.loads((tmp_path / "runs" / "r" / "args.json").read_text())
     assert sorted(Path(path).name for path in facts["data_sha256"]) == sorted(
-        t.filename("train") for t in TASKS.values()
+        t.filename("train") for t in COURSE_TASKS.values()
     )
     # sst has 8 texts and cfimdb the same 8; para has 8 first and 5 different second questions, sts the same
     assert "mlm: train 19, held out 2 sentences" in done.out
@@ -794,7 +794,9 @@ def test_by_default_only_tasks_whose_training_file_exists_are_read(run: Run, tmp
 
 def test_a_flag_that_a_later_one_makes_pointless_is_dropped_with_a_note(run: Run, tmp_path: Path) -> None:
     text = write_documents(tmp_path / "t.txt")
-    done = run("--text", text, "--whole_word", "--mask_share", 0.3, "--objective", "nsp", "--dry_run")
+    recipe = tmp_path / "recipe.txt"
+    recipe.write_text("--whole_word --mask_share 0.3\n")
+    done = run("--text", text, f"@{recipe}", "--objective", "nsp", "--dry_run")
     assert done.status == 0, done.err
     assert "note: --mask_share, --whole_word: no effect with --objective nsp, so dropped.\n" in done.err
 
@@ -825,30 +827,30 @@ REFUSED = {
     "--objective mlm:0": "the weight of mlm must be a number above 0, found '0'. Write it like mlm:0.2, or leave it",
     "--objective mlm:": "the weight of mlm must be a number above 0, found ''. Write it like mlm:0.2, or leave it",
     "--objective mlm:inf": "the weight of mlm must be a number above 0, found 'inf'.",
-    "--objective nsp --whole_word": "--whole_word needs --objective mlm. Set it, or leave out --whole_word.",
-    "--objective simcse --mask_share 0.2": "--mask_share 0.2 needs --objective mlm. Set it, or leave out --mask_share.",
-    "--temperature 0.1": "--temperature 0.1 needs --objective simcse or simcse_supervised. Set it, or leave out",
-    "--pooling cls": "--pooling cls needs --objective simcse or simcse_supervised. Set it, or leave out --pooling.",
-    "--nli n.jsonl": "--nli n.jsonl needs --objective simcse_supervised. Set it, or leave out --nli.",
-    "--positives_only": "--positives_only needs --objective simcse_supervised. Set it, or leave out --positives_only.",
-    "--objective simcse_supervised --text t.txt": "--text t.txt needs --objective mlm or nsp or simcse. Set it, or",
-    "--objective simcse_supervised --held_out t": "--held_out t needs --objective mlm or nsp or simcse. Set it, or",
+    "--objective nsp --whole_word": "--whole_word needs --objective mlm. Use ",
+    "--objective simcse --mask_share 0.2": "--mask_share 0.2 needs --objective mlm. Use ",
+    "--temperature 0.1": "--temperature 0.1 needs --objective simcse or simcse_supervised. Use ",
+    "--pooling cls": "--pooling cls needs --objective simcse or simcse_supervised. Use ",
+    "--nli n.jsonl": "--nli n.jsonl needs --objective simcse_supervised. Use ",
+    "--positives_only": "--positives_only needs --objective simcse_supervised. Use ",
+    "--objective simcse_supervised --text t.txt": "--text t.txt needs --objective mlm or nsp or simcse. Use ",
+    "--objective simcse_supervised --held_out t": "--held_out t needs --objective mlm or nsp or simcse. Use ",
     "--objective simcse_supervised --nli n --tasks sst": "--tasks sst needs an objective that reads the tasks' files. "
     "Leave out --nli, or leave out --tasks.",
     "--objective simcse_supervised+mlm --text t": "simcse_supervised needs labeled pairs, found neither --nli nor para",
     "--objective simcse_supervised --tasks sts": "simcse_supervised needs labeled pairs, found neither --nli nor para",
     "--objective simcse --batch_size 1": "simcse compares the rows of a batch, found --batch_size 1. Use 32 or more.",
-    "--dry_run --resume": "--dry_run and --resume exclude each other",
-    "--ema_decay 0.5": "--ema_decay 0.5 needs --averager ema. Set it, or leave out --ema_decay.",
-    "--average_start 0.1": "--average_start 0.1 needs --averager swa. Set it, or leave out --average_start.",
-    "--mask_share 0": "--mask_share: must be above 0 and at most 1, found '0'. See pretrain.py --help.",
+    "--dry_run --resume": "--dry_run and --resume cannot be combined",
+    "--ema_decay 0.5": "--ema_decay 0.5 needs --averager ema. Use --averager ema, or leave out --ema_decay.",
+    "--average_start 0.1": "--average_start 0.1 needs --averager swa. Use ",
+    "--mask_share 0": "--mask_share: must be a number, above 0 and at most 1, found '0'. See pretrain.py --help.",
     "--mask_shar 0.2": "unknown flag --mask_shar. Did you mean --mask_share? See pretrain.py --help.",
     "--objective nsp": "nsp needs three sentences, two of them consecutive, in the training text and in the held-out",
     "--objective nsp --tasks para": "Give text with --text, one sentence per line and a blank line between documents",
     "--objective simcse_supervised": "simcse_supervised needs at least 20 positive pairs",
     "--text nowhere.txt": "nowhere.txt: cannot be read; No such file or directory. Check the path.",
     "--held_out nowhere.txt": "nowhere.txt: cannot be read; No such file or directory. Check the path.",
-    "--resume --name other": "other: must be the directory of a run, but has no args.json. Check the name.",
+    "--resume --name other": "other: no such directory. Give the directory of a run, such as runs/NAME.",
     "--keep_layers 3": "--keep_layers must be 1 to 2 for",
 }
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, run_script
+from conftest import COURSE_TASKS, ROOT, run_script
 
 import benchmark
 import classifier
@@ -28,7 +28,6 @@ from readers import READERS
 from sampling import SAMPLERS
 from smart import REGULARIZERS, STARTS
 from study import PRUNERS, SEARCHES
-from tasks import TASKS
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 # README section "Who imports whom": a line a level, names two spaces apart, perhaps a remark three or more behind them.
@@ -104,7 +103,7 @@ def test_every_flag_that_the_readme_names_exists() -> None:
 
 REGISTRIES = [
     ADAPTERS, ATTENTIONS, AVERAGERS, AVERAGES, COMBINERS, FEATURES, HEADS, LOSSES, METHODS, OBJECTIVES, OPTIMIZERS,
-    PAIRINGS, POOLERS, PRUNERS, READERS, REGULARIZERS, SAMPLERS, SCHEDULES, SEARCHES, STARTS, TASKS, WEIGHTINGS,
+    PAIRINGS, POOLERS, PRUNERS, READERS, REGULARIZERS, SAMPLERS, SCHEDULES, SEARCHES, STARTS, COURSE_TASKS, WEIGHTINGS,
     benchmark.BENCHMARKS,
 ]  # fmt: skip
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT
+from conftest import COURSE_TASKS, ROOT
 from scipy.sparse import csr_matrix, hstack
 from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LogisticRegression, Ridge
@@ -36,7 +36,7 @@ BOUNDS = {"sst": 0.55, "cfimdb": 0.68, "para": 0.72, "sts": 0.60}
 def sample() -> dict[tuple[str, str], Examples]:
     return {
         (name, split): read_examples(task, [SAMPLE / task.filename(split)], labeled=split != "test")
-        for name, task in TASKS.items()
+        for name, task in COURSE_TASKS.items()
         for split in SPLITS
     }
 
@@ -82,14 +82,14 @@ def test_ids_are_25_hexadecimal_digits_and_unique_everywhere(sample) -> None:
 
 
 def test_headers_equal_those_of_the_course(course_data: Path) -> None:
-    for task in TASKS.values():
+    for task in COURSE_TASKS.values():
         for split in SPLITS:
             name = task.filename(split)
             ours, theirs = ((folder / name).read_text(encoding="utf-8") for folder in (SAMPLE, course_data))
             assert ours.splitlines()[0] == theirs.splitlines()[0], name
 
 
-@pytest.mark.parametrize("name", sorted(TASKS))
+@pytest.mark.parametrize("name", sorted(COURSE_TASKS))
 @pytest.mark.parametrize("split", ["train", "dev"])
 def test_label_shares_are_those_of_the_real_data(sample, name: str, split: str) -> None:
     labels = [int(label) for label in sample[name, split].labels]
@@ -98,7 +98,7 @@ def test_label_shares_are_those_of_the_real_data(sample, name: str, split: str) 
         assert counts[label] / len(labels) == pytest.approx(share, abs=0.03), label
 
 
-@pytest.mark.parametrize("name", sorted(TASKS))
+@pytest.mark.parametrize("name", sorted(COURSE_TASKS))
 def test_no_two_splits_contain_nearly_equal_rows(sample, name: str) -> None:
     """Rows of different splits share less than nine tenths of their words, and no row occurs twice."""
     rows = {split: [words(" ".join(t)) for t in zip(*sample[name, split].texts, strict=True)] for split in SPLITS}
@@ -133,7 +133,7 @@ def bag_of_words(train: Examples, other: Examples) -> list[csr_matrix]:
     return features
 
 
-@pytest.mark.parametrize("name", sorted(TASKS))
+@pytest.mark.parametrize("name", sorted(COURSE_TASKS))
 def test_a_bag_of_words_does_not_solve_the_task(sample, name: str) -> None:
     train, dev = sample[name, "train"], sample[name, "dev"]
     train_features, dev_features = bag_of_words(train, dev)

@@ -721,7 +721,9 @@ def test_a_flag_is_refused_without_a_regularizer_that_reads_it(flag: str, spec: 
     if set(NEEDED[flag]) & set(spec.split("+")):
         assert parser.parse(argv).regularizer == argv[-1]
     else:
-        with pytest.raises(InputError, match=rf"^{flag} needs --regularizer {' or '.join(NEEDED[flag])}\. Set it, or "):
+        with pytest.raises(
+            InputError, match=rf"^{flag} needs --regularizer {' or '.join(NEEDED[flag])}\. Use --regularizer "
+        ):
             parser.parse(argv)
 
 

@@ -449,8 +449,8 @@ WRONG_SEARCHES = {
     "help=1": "--search help: must be a flag of multitask_classifier.py",
     "lr": "--search must be KEY=A,B,C or KEY=LOW..HIGH[:log], found 'lr'.",
     "lr=": "--search must be KEY=A,B,C or KEY=LOW..HIGH[:log], found 'lr='.",
-    "lr=fast": "--lr: must be above 0 and at most 1, found 'fast'. See multitask_classifier.py --help.",
-    "lr=1e-4,7": "--lr: must be above 0 and at most 1, found '7'",
+    "lr=fast": "--lr: must be a number, above 0 and at most 1, found 'fast'. See multitask_classifier.py --help.",
+    "lr=1e-4,7": "--lr: must be a number, above 0 and at most 1, found '7'",
     "sampler=random": "--sampler must be one of annealed, balanced, combined, proportional, round_robin, sequential, ",
     "sst_loss=ce,bce": "--sst_loss bce: bce is for a task that predicts a probability, but sst predicts a category.",
     "sst_loss=ce,ce+cosent": "--sst_loss ce+cosent: cosent is for a task that predicts a probability or a number, but",
@@ -470,7 +470,7 @@ WRONG_SEARCHES = {
     "lr=1e-5..1e-4": "--method grid needs lists of values, but lr has a range. Write lr=A,B,C, or use --method tpe.",
     "lr=1e-5..1e-4 --method coordinate": "--method coordinate needs lists of values",
     "lr=1e-5..1e-4 --method tpe": "--method tpe never ends by itself. Add --trials 30.",
-    "lr=1e-4 --seeds 1 2 --seed 3": "--seed and --seeds exclude each other. Use --seeds alone.",
+    "lr=1e-4 --seeds 1 2 --seed 3": "--seed and --seeds cannot be combined. Use --seeds alone.",
     "lr=1e-4 --name mine": "--name is not for sweep.py, which names its runs and continues by itself. Leave it out.",
     "lr=1e-4 --resume": "--resume is not for sweep.py, which names its runs and continues by itself. Leave it out.",
     "lr=1e-4 --epoch 3": "unknown flag --epoch. Did you mean --epochs? See multitask_classifier.py --help.",
@@ -482,7 +482,7 @@ WRONG_SEARCHES = {
     "lr=1e-4 --method random": "--method must be one of grid, coordinate, tpe; found 'random'.",
     "lr=1e-4 --method coordinat": "--method must be one of grid, coordinate, tpe; found 'coordinat'. Did you mean coo",
     "lr=1e-4 --pruner medain": "--pruner must be one of none, median, halving; found 'medain'. Did you mean median?",
-    "lr=1e-4 --trials 0": "--trials: must be at least 1 and at most 1e+06, found '0'. See sweep.py --help.",
+    "lr=1e-4 --trials 0": "--trials: must be a whole number, at least 1 and at most 1000000, found '0'. See sweep.py",
     "lr=1e-4 --smart_weight 2": "no trial could run: --smart_weight 2.0 needs --regularizer smart",
 }
 

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from conftest import COURSE_TASKS
 from torch import Tensor
 
 from tasks import (
@@ -12,7 +13,6 @@ from tasks import (
     PARA,
     SST,
     STS,
-    TASKS,
     Category,
     Number,
     Probability,
@@ -383,10 +383,10 @@ def test_a_constant_side_has_no_correlation() -> None:
 
 
 def test_the_tasks_are_rows_of_data() -> None:
-    assert TASKS == {"sst": SST, "cfimdb": CFIMDB, "para": PARA, "sts": STS}
-    predicts = {name: task.predicts for name, task in TASKS.items()}
+    assert COURSE_TASKS == {"sst": SST, "cfimdb": CFIMDB, "para": PARA, "sts": STS}
+    predicts = {name: task.predicts for name, task in COURSE_TASKS.items()}
     assert predicts == {"sst": Category(5), "cfimdb": Category(2), "para": Probability(), "sts": Number(0, 5)}
-    assert {name for name, task in TASKS.items() if task.is_pair} == {"para", "sts"}
+    assert {name for name, task in COURSE_TASKS.items() if task.is_pair} == {"para", "sts"}
     assert [STS.filename(split) for split in ("train", "dev", "test")] == [
         "sts-train.csv",
         "sts-dev.csv",
