@@ -13,7 +13,7 @@ The result is an `Output`: logits and vectors, and what a regularizer needs to r
 
 The model is built from plain values: a `Branch` per task says which pooling, head and pairing it has. Where to go next:
 bert.py (the layers), heads.py (poolers and heads), adapters.py, pos.py (the feature), tasks.py (Batch and Output), and
-multitask_flags.build_model, which turns flags into these values.
+multitask_build.build_model, which turns flags into these values.
 
 Shapes:  B batch   R sentences of a batch: B, or 2B for bi-encoded pairs   T tokens   H hidden size   C logits of a task
 """

@@ -25,12 +25,14 @@ from typing import Any, NamedTuple
 import torch
 
 import model
+import multitask_build
 import multitask_flags
 import pos
 import sampling
 from datasets import endless_batches, read_split
 from evaluation import overall, predict, score, score_line, with_stored_vectors, write_logits, write_predictions
-from multitask_flags import Splits, data_paths, load_splits, with_defaults
+from multitask_build import Splits, load_splits
+from multitask_flags import data_paths, with_defaults
 from tasks import TASKS
 from tokenizer import BertTokenizer
 from training import Step, fit, grouped, restore_best
@@ -56,7 +58,7 @@ class MultitaskBERT(model.MultitaskBERT):
     """
 
     def __init__(self, config: Any):
-        super().__init__(**multitask_flags.model_values(with_defaults(config)))
+        super().__init__(**multitask_build.model_values(with_defaults(config)))
 
 
 # --- training ---------------------------------------------------------------------------------------------------------
@@ -84,12 +86,12 @@ def train(args: argparse.Namespace, on_epoch: OnEpoch = lambda epoch, scores: No
     multitask_flags.validate(args)
     args.pos_tagger = pos.available_tagger(args)
     precision = Precision(args.precision, choose_device(args.use_gpu))
-    tokenizer = multitask_flags.build_tokenizer(args)
+    tokenizer = multitask_build.build_tokenizer(args)
     splits = load_splits(args, tokenizer, multitask_flags.SPLITS)  # test too: mistakes in it show before training
     for name, path in multitask_flags.teacher_files(args).items():
-        splits[name]["train"] = multitask_flags.with_teacher(splits[name]["train"], path)
+        splits[name]["train"] = multitask_build.with_teacher(splits[name]["train"], path)
     seed_everything(args.seed)
-    network = multitask_flags.build_model(args).to(precision.device)
+    network = multitask_build.build_model(args).to(precision.device)
     if args.compile:
         network.adapter.compile_layers()
     for name, split in ((name, split) for name in args.tasks for split in multitask_flags.SCORED):
@@ -125,7 +127,7 @@ def train(args: argparse.Namespace, on_epoch: OnEpoch = lambda epoch, scores: No
 
     total_steps = sum(steps_in(epoch) for epoch in range(1, args.epochs + 1))
     best = fit(
-        multitask_flags.build_trainer(args, network, precision, total_steps), steps, evaluate, select, args.epochs, run,
+        multitask_build.build_trainer(args, network, precision, total_steps), steps, evaluate, select, args.epochs, run,
         steps_in=steps_in, patience=args.patience, keep_state=not args.dry_run, resume=args.resume, on_epoch=on_epoch,
     )  # fmt: skip
     print(f"best dev: {score_line({name: best[name] for name in args.tasks})} | {run.folder}", flush=True)
@@ -162,9 +164,9 @@ def test_multitask(args: argparse.Namespace) -> None:
         )
     precision = Precision(args.precision, choose_device(args.use_gpu))
     run = Run.reopen(args.runs / args.name)
-    network = multitask_flags.build_model(args).to(precision.device)
+    network = multitask_build.build_model(args).to(precision.device)
     restore_best(network, run)
-    tokenizer = multitask_flags.build_tokenizer(args)
+    tokenizer = multitask_build.build_tokenizer(args)
     splits = load_splits(args, tokenizer, multitask_flags.SCORED)
     trained = Trained(args, network, tokenizer, splits, precision, run, {})
     write_run_predictions(trained)

@@ -34,6 +34,7 @@ from sample_words import (
     Grammar,
     Vocabularies,
 )
+
 from tasks import CFIMDB, PARA, SST, STS, Task
 
 SEED = 224

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 import heads
 import model as multitask_model
+import multitask_build
 import multitask_classifier
 import multitask_flags
 from base_bert import checkpoint_state
@@ -29,8 +30,8 @@ from bert import BertModel
 from datasets import PAIRINGS, SINGLE, Examples, Split, join_pair, read_split
 from evaluation import predict
 from model import Branch
+from multitask_build import training_rows
 from multitask_classifier import MultitaskBERT, get_args
-from multitask_flags import training_rows
 from tasks import PARA, SST, STS, TASKS, Encoded, Task
 from tokenizer import BertTokenizer
 from training import Trainer
@@ -507,7 +508,7 @@ def test_a_model_of_plain_values_is_the_one_that_the_flags_describe(tiny_checkpo
     flags = "--option finetune --hidden_dropout_prob 0.2 --pooling mean --sts_head cosine_affine --para_pairing cross"
     args = get_args(["--model", str(tiny_checkpoint), *flags.split(), "--symmetric", "--max_length", "40"])
     torch.manual_seed(3)
-    described = multitask_flags.build_model(args)
+    described = multitask_build.build_model(args)
     torch.manual_seed(3)
     values = multitask_model.MultitaskBERT(
         BertModel.from_pretrained(str(tiny_checkpoint)),
@@ -907,8 +908,8 @@ def test_repeated_ids_are_allowed_in_training_files_only(tiny_checkpoint: Path, 
         args = get_args(
             ["--tasks", "sst", "--data", str(task_files), "--model", str(tiny_checkpoint), "--repeated_ids"]
         )
-        tokenizer = multitask_flags.build_tokenizer(args)
+        tokenizer = multitask_build.build_tokenizer(args)
         if name == "train":
-            assert len(multitask_flags.load_splits(args, tokenizer, ("train", "dev"))["sst"]["train"]) == 9
+            assert len(multitask_build.load_splits(args, tokenizer, ("train", "dev"))["sst"]["train"]) == 9
     with pytest.raises(InputError, match="ids must be unique"):
-        multitask_flags.load_splits(args, tokenizer, ("train", "dev"))
+        multitask_build.load_splits(args, tokenizer, ("train", "dev"))

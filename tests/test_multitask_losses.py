@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import losses
 import model as multitask_model
-import multitask_flags
+import multitask_build
 import smart
 from datasets import PAIRINGS, SINGLE, Examples, Ragged, Split
 from evaluation import read_logits, write_logits
@@ -118,7 +118,7 @@ def test_texts_are_hashed_only_for_a_loss_that_reads_them(tokenizer: BertTokeniz
         if not isinstance(PARA.predicts, loss.fits):
             continue
         args = get_args(["--option", "finetune", "--para_loss", name, "--para_head", "cosine_affine", *TEACHER[name]])
-        hashed = multitask_flags.training_rows(split, args).batch(torch.arange(2)).text_hashes
+        hashed = multitask_build.training_rows(split, args).batch(torch.arange(2)).text_hashes
         assert len(hashed) == (2 if name in ("mnrl", "mnrl_head", "simcse") else 0), name
 
 
@@ -382,7 +382,7 @@ def test_the_teachers_logits_stay_with_their_rows(tokenizer: BertTokenizer, tmp_
     known = dict(zip("xfbdaec", range(7), strict=True))
     logits = np.array([[value] for value in known.values()], dtype=np.float64)
     write_logits(tmp_path / "t.npz", Predictions(list(known), logits, np.zeros(7), None))
-    taught = multitask_flags.with_teacher(split, tmp_path / "t.npz")
+    taught = multitask_build.with_teacher(split, tmp_path / "t.npz")
     assert taught.teacher.dtype == torch.float32
     for part, rows in ((taught, [4, 0]), (taught.select(torch.tensor([5, 4, 0])), [1, 2])):
         batch = part.batch(torch.tensor(rows)).to(torch.device("cpu"))

@@ -19,6 +19,7 @@ from test_multitask import Finished, run_multitask, same
 from torch import Tensor, nn
 
 import losses
+import multitask_build
 import multitask_classifier
 import multitask_flags
 import utils
@@ -202,12 +203,12 @@ class Bench:
         given = ["--model", checkpoint, "--option", "finetune", "--lr", "1e-2", *flags]
         self.args = get_args(list(map(str, given)))
         torch.manual_seed(0)
-        self.model = multitask_flags.build_model(self.args)
+        self.model = multitask_build.build_model(self.args)
         for module in self.model.modules():
             if isinstance(module, Dropout | HEADS["linear"]) and not dropout:
                 module.p = 0.0
         self.model.train()
-        self.trainer = multitask_flags.build_trainer(self.args, self.model, Precision(self.args.precision, CPU), 100)
+        self.trainer = multitask_build.build_trainer(self.args, self.model, Precision(self.args.precision, CPU), 100)
         self.tokenizer = BertTokenizer.from_pretrained(str(checkpoint))
 
     def batch(self, task: str, *rows: int) -> Batch:
@@ -592,7 +593,7 @@ def end_weights(
         models: list[tuple[MultitaskBERT, dict[str, Tensor]]] = []
         with pytest.MonkeyPatch.context() as patch:
             rising_scores(patch)
-            build = multitask_flags.build_trainer
+            build = multitask_build.build_trainer
             patch.setattr(
                 multitask_flags,
                 "build_trainer",
