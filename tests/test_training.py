@@ -21,7 +21,6 @@ from torch import Tensor, nn
 import losses
 import multitask_build
 import multitask_classifier
-import multitask_flags
 import utils
 from adapters import ADAPTERS
 from bert import Dropout
@@ -595,7 +594,7 @@ def end_weights(
             rising_scores(patch)
             build = multitask_build.build_trainer
             patch.setattr(
-                multitask_flags,
+                multitask_build,
                 "build_trainer",
                 lambda a, model, *rest: (models.append((model, weights_of(model))), build(a, model, *rest))[1],
             )
