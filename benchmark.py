@@ -288,7 +288,7 @@ def smart(rounds: int) -> list[Result]:
     ids = torch.randint(1000, 20000, (8, 32))
     encoded = Encoded(ids, torch.ones_like(ids), torch.zeros_like(ids))
     batch = Batch("sst", [str(i) for i in range(8)], (encoded,), torch.randint(5, (8,)))
-    model = MultitaskBERT(BertModel.from_pretrained("minilm"), [Branch(SST)], dropout=0.1).train()
+    model = MultitaskBERT(BertModel.from_pretrained("minilm"), [Branch(SST, dropout=0.1)]).train()
 
     def prepared(regularizer: Regularizer) -> Callable[[], float]:
         update = AdamW(model.parameters(), lr=1e-5)

@@ -221,6 +221,9 @@ class Cosine(Head):
     (docs/PITFALLS.md, 27); use cosine_affine for that. Pearson's correlation ignores the scale, but the squared error
     against labels from 0 to 5 does not: it pushes nearly every pair towards a cosine of 1. cosine_relu, siamese_cosine
     and cosine_affine cover the whole range.
+
+    Dropout uses one mask for both vectors, so that the mean cosine in training is that of evaluation (docs/PITFALLS.md,
+    38).
     """
 
     needs_pair, own_parameters, works_untrained = True, False, True
@@ -231,8 +234,13 @@ class Cosine(Head):
         u, v = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (u, v))
         return F.cosine_similarity(u, v, dim=1)[:, None]
 
+    def drop_both(self, u: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Drop the same elements of both vectors. Separate masks would shrink the cosine by the factor 1 - p."""
+        mask = self.drop(torch.ones_like(u))  # (B, H)
+        return mask * u, mask * v
+
     def forward(self, u: Tensor, v: Tensor) -> Tensor:
-        return self.cosine(self.drop(u), self.drop(v))
+        return self.cosine(*self.drop_both(u, v))
 
 
 class CosineAffine(Cosine):
@@ -281,7 +289,7 @@ class SiameseCosine(Cosine):
         self.linear = nn.Linear(H, H)
 
     def forward(self, u: Tensor, v: Tensor) -> Tensor:
-        cosine = self.cosine(self.linear(self.drop(u)), self.linear(self.drop(v)))
+        cosine = self.cosine(*map(self.linear, self.drop_both(u, v)))
         return self.target.low + (cosine + 1) * (self.target.range / 2)
 
 

@@ -11,9 +11,9 @@ What happens to a batch here, in order (`predict`):
 
 The result is an `Output`: logits and vectors, and what a regularizer needs to repeat the pass.
 
-The model is built from plain values: a `Branch` per task says which pooling, head and pairing it has. Where to go next:
-bert.py (the layers), heads.py (poolers and heads), adapters.py, pos.py (the feature), tasks.py (Batch and Output), and
-multitask_build.build_model, which turns flags into these values.
+The model is built from plain values: a `Branch` per task says which pooling, head, pairing and dropout it has. Where to
+go next: bert.py (the layers), heads.py (poolers and heads), adapters.py, pos.py (the feature), tasks.py (Batch and
+Output), and multitask_build.build_model, which turns flags into these values.
 
 Shapes:  B batch   R sentences of a batch: B, or 2B for bi-encoded pairs   T tokens   H hidden size   C logits of a task
 """
@@ -38,12 +38,13 @@ from utils import random_states, replayed
 
 @dataclass(frozen=True)
 class Branch:
-    """A task's own part of the model: keys of POOLERS, HEADS and PAIRINGS."""
+    """A task's own part of the model. pooling, head, pairing: keys of POOLERS, HEADS and PAIRINGS."""
 
     task: Task
     pooling: str = "pooler"
     head: str = "linear"
     pairing: str = "bi"  # of a task on pairs
+    dropout: float = 0.3  # before the head
     symmetric: bool = False  # whether pairs of dev and test are scored in both orders
 
     def pairing_for(self, split: str) -> Pairing:
@@ -73,7 +74,6 @@ class MultitaskBERT(nn.Module):
         bert: BertModel,
         branches: Sequence[Branch],
         *,
-        dropout: float = 0.3,
         frozen: bool = False,
         train_encoder: bool = True,
         share_pair_layer: bool = False,
@@ -94,7 +94,7 @@ class MultitaskBERT(nn.Module):
         for name, branch in self.branches.items():
             vectors = len(branch.pairing_for("train").views[0])
             self.poolers[name] = POOLERS[branch.pooling](bert)
-            self.heads[name] = build_head(branch.head, H, vectors, branch.task, dropout)
+            self.heads[name] = build_head(branch.head, H, vectors, branch.task, branch.dropout)
         self.shared_pair_layer = nn.Sequential(nn.Linear(H, H), nn.GELU()) if share_pair_layer else nn.Identity()
         self.feature = feature(H)
         self.weighting = Equal([], {}) if weighting is None else weighting

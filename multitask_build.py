@@ -23,7 +23,7 @@ from multitask_flags import branches, data_paths, logits_remedy
 from tasks import TASKS
 from tokenizer import BertTokenizer
 from training import Trainer
-from utils import InputError, Precision
+from utils import InputError, Precision, SideStream
 
 # --- model and trainer ------------------------------------------------------------------------------------------------
 
@@ -36,7 +36,6 @@ def model_values(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "bert": bert,
         "branches": list(branches(args).values()),
-        "dropout": args.hidden_dropout_prob,
         "frozen": args.option == "pretrain",
         "train_encoder": not args.adapter_only,
         "share_pair_layer": args.share_pair_layer,
@@ -66,6 +65,7 @@ def build_trainer(args: argparse.Namespace, model: MultitaskBERT, precision: Pre
         pcgrad.build_combiner(args, model.shared_parameters()),
         optimizer.build_averager(args, model),
         {name: TASKS[name].predicts for name in args.tasks},
+        SideStream(args.seed),
     )
 
 

@@ -105,7 +105,7 @@ def tasks_on_pairs(count: int) -> Need:
 
 
 def not_overridden(what: str, *, pairs_only: bool = False) -> Need:
-    """The need of --pooling, --head and --pairing: a task that has no flag of its own."""
+    """The need of --pooling, --head, --pairing and the dropout: a task that has no flag of its own."""
 
     def is_met(args: argparse.Namespace) -> bool:
         tasks = [name for name in args.tasks if TASKS[name].is_pair or not pairs_only]
@@ -117,7 +117,8 @@ def not_overridden(what: str, *, pairs_only: bool = False) -> Need:
 def _add_model(new: ArgumentParser) -> None:
     shared_flags.add_encoder(new)
     add = new.section("the model")
-    add("--hidden_dropout_prob", type=number(float, 0, 0.99), default=0.3, needs=ALWAYS, metavar="P",
+    probability = number(float, 0, 0.99)
+    add("--hidden_dropout_prob", type=probability, default=0.3, needs=not_overridden("dropout"), metavar="P",
         help="dropout before every head")  # fmt: skip
     add("--pairing", choices=sorted(PAIRINGS), default="bi",
         needs=(tasks_on_pairs(1), not_overridden("pairing", pairs_only=True)),
@@ -146,6 +147,8 @@ def _add_model(new: ArgumentParser) -> None:
             help="for one task instead of --pooling")  # fmt: skip
         add(f"--{task.name}_head", choices=list(heads.HEADS), needs=used, of_task=task.name,
             help="for one task instead of --head")  # fmt: skip
+        add(f"--{task.name}_dropout", type=probability, needs=used, of_task=task.name, metavar="P",
+            help="for one task instead of --hidden_dropout_prob")  # fmt: skip
 
 
 def _add_files(new: ArgumentParser) -> None:
@@ -293,11 +296,11 @@ def upgraded(stored: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_branches(args: argparse.Namespace) -> argparse.Namespace:
-    """The flags with every task's own pooling, head and pairing filled in, so that runs can be compared."""
+    """The flags with every task's own pooling, head, pairing and dropout filled in, so that runs can be compared."""
     of_tasks = {
         f"{name}_{what}": getattr(branch, what)
         for name, branch in branches(args).items()
-        for what in ("pooling", "head", "pairing")
+        for what in ("pooling", "head", "pairing", "dropout")
     }
     return argparse.Namespace(**vars(args) | of_tasks)
 
@@ -430,7 +433,11 @@ def check_frozen(args: argparse.Namespace) -> None:
 
 
 def branches(args: argparse.Namespace) -> dict[str, Branch]:
-    """Pooling, head and pairing of every task."""
+    """Pooling, head, pairing and dropout of every task."""
+
+    def dropout(name: str) -> float:
+        own = getattr(args, f"{name}_dropout")
+        return args.hidden_dropout_prob if own is None else own
 
     return {
         name: Branch(
@@ -438,6 +445,7 @@ def branches(args: argparse.Namespace) -> dict[str, Branch]:
             pooling=getattr(args, f"{name}_pooling") or args.pooling,
             head=getattr(args, f"{name}_head") or args.head or TASKS[name].predicts.default_head,
             pairing=getattr(args, f"{name}_pairing", None) or args.pairing,
+            dropout=dropout(name),
             symmetric=args.symmetric,
         )
         for name in args.tasks

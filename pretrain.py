@@ -43,6 +43,7 @@ from utils import (
     InputError,
     Precision,
     Run,
+    SideStream,
     choose_device,
     count_parameters,
     dry_run_directory,
@@ -332,6 +333,7 @@ def build_trainer(args: argparse.Namespace, model: PretrainingBERT, precision: P
         precision,
         args.clip,
         averager=optimizer.build_averager(args, model),
+        side_stream=SideStream(args.seed),
     )
 
 

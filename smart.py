@@ -10,10 +10,9 @@ Shapes:  B batch   R rows of one pass (B, or 2B for a bi-encoder)   T tokens   H
 import argparse
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -69,13 +68,42 @@ VARIANTS: dict[int, tuple[Divergence, Divergence]] = {
 }
 
 
-# --- norms ------------------------------------------------------------------------------------------------------------
+# --- balls ------------------------------------------------------------------------------------------------------------
 
-# The norm of every token's vector: (R, T, H) -> (R, T, 1)
-NORMS: dict[str, Callable[[Tensor], Tensor]] = {
-    "l2": lambda x: x.norm(dim=-1, keepdim=True),
-    "linf": lambda x: x.abs().amax(dim=-1, keepdim=True),
-}
+
+class Ball(NamedTuple):
+    """The perturbations that are allowed: those whose norm, taken of each token's vector, is at most the radius."""
+
+    norm: Callable[[Tensor], Tensor]  # of every token's vector: (R, T, H) -> (R, T, 1)
+    project: Callable[[Tensor, float], Tensor]  # the nearest point of the ball: (R, T, H), radius -> (R, T, H)
+
+
+def l2_norm(x: Tensor) -> Tensor:
+    return x.norm(dim=-1, keepdim=True)
+
+
+def linf_norm(x: Tensor) -> Tensor:
+    return x.abs().amax(dim=-1, keepdim=True)
+
+
+def shorten(x: Tensor, radius: float) -> Tensor:
+    """Scale the vectors that are longer than the radius down to it."""
+    return x * (radius / l2_norm(x).clamp_min(radius))
+
+
+def clip(x: Tensor, radius: float) -> Tensor:
+    """Clip every element to [-radius, radius]."""
+    return x.clamp(-radius, radius)
+
+
+BALLS = {"l2": Ball(l2_norm, shorten), "linf": Ball(linf_norm, clip)}
+
+
+def scaled_to_one(x: Tensor, norm: Callable[[Tensor], Tensor]) -> Tensor:
+    """Vectors divided by their norms, however small these are; a zero vector stays zero."""
+    tiny = torch.finfo(x.dtype).tiny
+    x = x / linf_norm(x).clamp_min(tiny)  # first, because the squares of tiny numbers vanish
+    return x / norm(x).clamp_min(tiny)
 
 
 # --- regularizers -----------------------------------------------------------------------------------------------------
@@ -104,54 +132,53 @@ class Smart(Regularizer):
 
         R(theta) = 1/B sum_i  max_{||x' - x||_p <= radius}  l_s(f(x'; theta), f(x; theta))
 
-        v <- x' - x ~ N(0, sigma^2)
+        x' <- x + noise, noise ~ N(0, sigma^2)
         `steps` times:
             g <- gradient of the divergence with respect to x'
-            v <- v + step_size g / (||g||_p + epsilon)
-            x' <- x + radius v / (||v||_p + epsilon)
+            x' <- projection of x' + step_size g / ||g||_p onto the ball around x
 
-    x is the embedding layer's output (after LayerNorm and dropout). ||.||_p is taken of each token's vector: `linf`
-    bounds every element, `l2` every token. Padding is not perturbed. Dropout: all passes share the clean pass's masks,
-    so the term measures the perturbation and nothing else. The ascent differentiates with respect to x' alone and does
-    not touch any .grad; the term itself is differentiated through f(x') and f(x), as in the equation.
+    x is the embedding layer's output (after LayerNorm and dropout). On the linf ball, the projection clips every
+    element. With a step of 100 times the radius, as in the paper and by default here, nearly every element ends at
+    plus or minus the radius: the signs of the gradient, which maximize a linear function on that ball.
 
-    The radius and epsilon are two numbers here, while the paper has one: docs/SMART.md says why, and how the defaults
-    were chosen.
+    Dropout: all passes share the clean pass's masks, so the term measures the perturbation and nothing else. The ascent
+    differentiates with respect to x' alone and does not touch any .grad; the term itself is differentiated through
+    f(x') and f(x), as in the equation.
 
-    Deviations: radius and epsilon, as above. x' is scaled onto the surface of the ball, also from inside, where a
-    convex function has its maximum; for l2 that is the projection of any point outside. The objective of the ascent is
-    the sum over the batch, so that no row's step depends on the other rows, divided by the size of the perturbation:
-    the gradient at sigma = 1e-5 is about 1e-10, which would vanish beside epsilon = 1e-6 (as in MT-DNN's formula; in
-    smart-pytorch's the step is 1e-3 times 1e-10, so its noise would stay random). The embeddings of all tokens are
-    perturbed, including special tokens.
+    Deviations: ||.||_p is taken of each token's vector, not of the whole sentence: `linf` bounds every element, as in
+    the paper, and `l2` every token. The embeddings of all tokens are perturbed, including special tokens, but not
+    padding. g is computed up to a positive factor per row, which its normalization removes: see `gradient`. The radius
+    is far larger than the paper's 1e-5; docs/SMART.md says how it was chosen.
 
     `start` chooses what the initial noise is added to. `embeddings`: as in the formula above. `logits`, the default: to
-    the clean pass's logits, and v = 0. With u the gradient of the divergence with respect to the logits and J the
-    Jacobian of the logits with respect to x, the first g is J^T u in both cases, and for noise of 1e-5 J is that of the
-    clean pass: only u differs. Both are one power iteration towards the most sensitive direction (Miyato et al. 2018,
-    arXiv:1704.03976, section 3.3), and in the space of C logits more iterations cost nothing: POWER_ITERATIONS of them.
-    It saves a forward pass, finds as large a divergence, and suits half precision, where 1e-5 on the embeddings is
-    below the layers' resolution (docs/SMART.md). It is not in the paper; --smart_start embeddings is.
+    the clean pass's logits, while x' = x. With u the gradient of the divergence with respect to the logits and J the
+    Jacobian of the logits with respect to x, the first g is J^T u in both cases; only u differs. Noise on the
+    embeddings makes u the image of a random direction (for C > 1), as in the power iteration of Miyato et al. 2018
+    (arXiv:1704.03976, section 3.3). Noise on the logits lets u itself be iterated at no cost: POWER_ITERATIONS steps
+    lead to the direction in which the divergence is most sensitive to the LOGITS. Neither is the direction in which it
+    is most sensitive to the embeddings, which would take many passes through the model. Starting at the logits saves a
+    forward pass, finds as large a divergence, and suits half precision, where 1e-5 on the embeddings is below the
+    layers' resolution (docs/SMART.md). It is not in the paper; --smart_start embeddings is.
     """
 
     POWER_ITERATIONS = 8  # on (B, C) numbers: a thousandth of a pass
+    STEP = 100.0  # the default step size in multiples of the radius: 1e-3 and 1e-5 in the paper
 
     def __init__(
         self,
         weight: float = 1.0,
         *,
         steps: int = 1,
-        step_size: float = 1e-3,
-        epsilon: float = 1e-6,
+        step_size: float | None = None,
         radius: float = 0.01,
         sigma: float = 1e-5,
         norm: str = "linf",
         variant: int = 0,
         start: str = "logits",
     ):
-        self.weight, self.steps, self.step_size, self.epsilon = weight, steps, step_size, epsilon
-        self.radius, self.sigma = radius, sigma
-        self.norm = NORMS[norm]
+        self.weight, self.steps, self.radius, self.sigma = weight, steps, radius, sigma
+        self.step_size = self.STEP * radius if step_size is None else step_size
+        self.ball = BALLS[norm]
         self.inner, self.outer = VARIANTS[variant]
         self.start = STARTS[start]
 
@@ -169,41 +196,50 @@ class Smart(Regularizer):
             )
         mask = stack(batch.sentences).attention_mask.unsqueeze(-1).to(output.embeddings.dtype)  # (R, T, 1)
         noise, gradient = self.start(self, model, batch, output, mask)
-        v = noise + self.step_size * mask * self.normalized(gradient)
+        noise = self.ascend(noise, gradient, mask)
         for _ in range(self.steps - 1):
-            gradient = self.gradient(model, batch, output, self.radius * self.normalized(v), self.radius)
-            v = v + self.step_size * mask * self.normalized(gradient)
-        return self.radius * self.normalized(v)
+            noise = self.ascend(noise, self.gradient(model, batch, output, noise), mask)
+        return noise
 
-    def gradient(self, model: Model, batch: Batch, output: Output, noise: Tensor, size: float) -> Tensor:
-        """The gradient of the ascent's objective with respect to x', at x' = x + noise: (R, T, H)."""
+    def ascend(self, noise: Tensor, gradient: Tensor, mask: Tensor) -> Tensor:
+        """One step from x + noise along the gradient, projected onto the ball; all (R, T, H)."""
+        step = self.step_size * mask * scaled_to_one(gradient, self.ball.norm)
+        return self.ball.project(noise + step, self.radius)
+
+    def gradient(self, model: Model, batch: Batch, output: Output, noise: Tensor) -> Tensor:
+        """The gradient of each row's divergence with respect to x' = x + noise, up to a positive factor: (R, T, H).
+
+        The gradient with respect to the logits is scaled to length 1 before it is passed on to the embeddings. So a
+        confident row, whose divergence is nearly flat, has as large a gradient as any other, also in half precision,
+        and no row depends on the others.
+        """
         x = (output.embeddings.detach() + noise).requires_grad_()
         logits = model.predict(batch, x, output.random_state).logits
-        divergence = self.inner(TASKS[batch.task].predicts, output.logits.detach(), logits)
-        return torch.autograd.grad(divergence.sum() / size, x)[0]
+        u = self.logit_direction(batch, output.logits, logits)
+        return torch.autograd.grad(logits, x, u.to(logits.dtype))[0]
+
+    def logit_direction(self, batch: Batch, reference: Tensor, logits: Tensor) -> Tensor:
+        """The gradient of each row's divergence with respect to the logits, scaled to length 1: (B, C), float64."""
+        logits = logits.detach().double().requires_grad_()
+        divergence = self.inner(TASKS[batch.task].predicts, reference.detach().double(), logits)
+        return scaled_to_one(torch.autograd.grad(divergence.sum(), logits)[0], l2_norm)
 
     def start_at_embeddings(self, model: Model, batch: Batch, output: Output, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """The first noise v and the gradient there: a forward and a backward pass."""
+        """The first noise on x and the gradient there: a forward and a backward pass."""
         noise = torch.randn_like(output.embeddings).mul_(self.sigma * mask)
-        return noise, self.gradient(model, batch, output, noise, self.sigma)
+        return noise, self.gradient(model, batch, output, noise)
 
     def start_at_logits(self, model: Model, batch: Batch, output: Output, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """The same with noise on the clean logits and v = 0: only a backward pass, through the clean pass's graph."""
+        """No noise on x, and the gradient from noise on the logits: a backward pass through the clean pass's graph."""
         clean = output.logits.detach().double()
-        u = torch.randn_like(clean)  # (B, C)
-        for _ in range(self.POWER_ITERATIONS):
-            logits = (clean + self.sigma * F.normalize(u, dim=1)).requires_grad_()
-            divergence = self.inner(TASKS[batch.task].predicts, clean, logits)
-            (u,) = torch.autograd.grad(divergence.sum() / self.sigma, logits)
+        u = scaled_to_one(torch.randn_like(clean), l2_norm)  # (B, C)
+        for _ in range(self.POWER_ITERATIONS if clean.size(1) > 1 else 1):  # one logit has one direction and its sign
+            u = self.logit_direction(batch, clean, clean + self.sigma * u)
         # The loss's backward pass uses this graph next, so it is retained; it is freed as early as without SMART.
         (gradient,) = torch.autograd.grad(
             output.logits, output.embeddings, u.to(output.logits.dtype), retain_graph=True
         )
         return torch.zeros_like(gradient), gradient
-
-    def normalized(self, x: Tensor) -> Tensor:
-        """Every token's vector scaled to norm 1, up to epsilon; a zero vector stays zero."""
-        return x / (self.norm(x) + self.epsilon)
 
 
 STARTS = {"embeddings": Smart.start_at_embeddings, "logits": Smart.start_at_logits}
@@ -334,7 +370,6 @@ def _smart(args: argparse.Namespace, model: Model, factor: float) -> Regularizer
         factor * args.smart_weight,
         steps=args.smart_steps,
         step_size=args.smart_step_size,
-        epsilon=args.smart_epsilon,
         radius=args.smart_radius,
         sigma=args.smart_sigma,
         norm=args.smart_norm,
@@ -395,15 +430,15 @@ def add_arguments(parser: ArgumentParser) -> None:
         help=f"terms added to each task's loss: {', '.join(REGULARIZERS)}, or a sum such as smart+rdrop")  # fmt: skip
     add("--smart_weight", type=weight, default=1.0, needs=smart, help="lambda, the weight of smart")
     add("--smart_steps", type=number(int, 1, 100), default=1, needs=smart, help="number of ascent steps")
-    add("--smart_step_size", type=positive, default=1e-3, needs=smart,
-        help="eta; matters relative to --smart_sigma, with --smart_start embeddings")  # fmt: skip
-    add("--smart_epsilon", type=positive, default=1e-6, needs=smart, help="constant in the normalizing denominators")
-    add("--smart_radius", type=positive, default=0.01, needs=smart, help="norm of each token's perturbation")
+    add("--smart_radius", type=positive, default=0.01, needs=smart,
+        help="how far an embedding may move: each element (linf) or each token's vector (l2)")  # fmt: skip
+    add("--smart_step_size", type=positive, needs=smart,
+        help="eta, the length of an ascent step before the projection (default: 100 times the radius)")  # fmt: skip
     add("--smart_sigma", type=positive, default=1e-5, needs=smart, help="standard deviation of the first noise")
     add("--smart_start", choices=sorted(STARTS), default="logits", needs=smart,
         help="what the initial noise is added to; embeddings, as in the paper, takes one more forward pass and "
         "works poorly in half precision")  # fmt: skip
-    add("--smart_norm", choices=sorted(NORMS), default="linf", needs=smart, help="norm of a token's perturbation")
+    add("--smart_norm", choices=sorted(BALLS), default="linf", needs=smart, help="norm that bounds the perturbation")
     add("--smart_variant", type=int, choices=sorted(VARIANTS), default=0, needs=uses("smart", "bregman"),
         metavar="N", help="0: symmetrized KL, squared error for sts; 1: KL; 2: KL, then symmetrized KL")  # fmt: skip
     add("--bregman_weight", type=weight, default=1.0, needs=bregman, help="mu, the weight of bregman")

@@ -42,6 +42,7 @@ from utils import (
     InputError,
     Precision,
     Run,
+    SideStream,
     atomic_path,
     random_states,
     restore_random_states,
@@ -127,6 +128,7 @@ class Trainer:
     combiner: GradientCombiner = field(default_factory=lambda: GradientCombiner((), None))
     averager: NoAverage = field(default_factory=NoAverage)
     targets: Mapping[str, Target] = field(default_factory=dict)  # what the tasks predict, to score the training pass
+    side_stream: SideStream = field(default_factory=SideStream)  # for what losses and regularizers draw
 
     def update(self, step: Step, record: EpochRecord, number: int) -> None:
         """One optimizer step, the epoch's `number`-th."""
@@ -135,8 +137,9 @@ class Trainer:
             batch = batch.to(self.precision.device)
             with self.precision.autocast():
                 output = self.model.predict(batch)
-                loss = self.objectives[batch.task](output, batch)
-                penalty = self.regularizer(self.model, batch, output)
+                with self.side_stream.drawn(self.precision.device):  # so that no method shifts the dropout of the model
+                    loss = self.objectives[batch.task](output, batch)
+                    penalty = self.regularizer(self.model, batch, output)
                 weighted = self.weighting(batch.task, loss + penalty) / len(step)
             self.combiner.backward(batch.task, scaler.scale(weighted))  # this task's graph is freed here
             record.add(batch, number, loss, penalty, output.logits)
@@ -168,13 +171,18 @@ class Trainer:
     def state_dict(self) -> dict[str, Any]:
         """All that a run needs in order to be resumed, besides its progress: tensors and plain values only."""
         parts = {name: getattr(self, name).state_dict() for name in self._parts()}
-        return parts | {"scaler": self.precision.scaler.state_dict(), "random": random_states(self.precision.device)}
+        return parts | {
+            "scaler": self.precision.scaler.state_dict(),
+            "random": random_states(self.precision.device),
+            "side_stream": self.side_stream.state_dict(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name in self._parts():
             getattr(self, name).load_state_dict(state[name])
         self.precision.scaler.load_state_dict(state["scaler"])
         restore_random_states(state["random"], self.precision.device)
+        self.side_stream.load_state_dict(state.get("side_stream", {"states": None}))  # older states have none
 
     @staticmethod
     def _parts() -> tuple[str, ...]:

@@ -89,6 +89,37 @@ def replayed(state: dict[str, Tensor] | None, device: torch.device) -> Iterator[
         restore_random_states(now, device)
 
 
+class SideStream:
+    """A second sequence of random numbers: what draws from it does not shift the global one.
+
+    So two runs that differ in a regularizer have the same dropout masks in the passes that both make.
+    """
+
+    def __init__(self, seed: int = 0):
+        self.seed = seed
+        self.states: dict[str, Tensor] | None = None  # where the sequence is; None before the first number
+
+    @contextlib.contextmanager
+    def drawn(self, device: torch.device) -> Iterator[None]:
+        """Inside this context, the global generators continue this sequence."""
+        outside = random_states(device)
+        if self.states is None:
+            torch.manual_seed(self.seed + 0x9E3779B1)  # not the seed of the global sequence
+        else:
+            restore_random_states(self.states, device)
+        try:
+            yield
+        finally:
+            self.states = random_states(device)
+            restore_random_states(outside, device)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"states": self.states}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.states = state["states"]
+
+
 class Precision:
     """Mixed precision: an autocast context and a loss scaler; in fp32 both do nothing."""
 

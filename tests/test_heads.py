@@ -255,6 +255,20 @@ def test_dropout_stands_before_every_head_and_is_off_in_eval_mode(name: str, kin
 
 
 @pytest.mark.parametrize(("name", "kind", "vectors"), FITTING)
+def test_a_heads_mean_output_in_training_is_its_output_in_evaluation(name: str, kind: str, vectors: int) -> None:
+    """Separate masks for two vectors would make the mean cosine 1 - p times as large (docs/PITFALLS.md, 38)."""
+    torch.manual_seed(0)
+    width, target = 384, TARGETS[kind]
+    head = build_head(name, width, vectors, task_for(kind, vectors), 0.3)
+    u, noise = torch.randn(2, 8, width)
+    given = (u, 0.8 * u + 0.6 * noise)[:vectors]
+    samples = head.train()(*(v.repeat(2000, 1) for v in given)).view(2000, 8, -1)
+    error = (samples.mean(dim=0) - head.eval()(*given)).abs()
+    scale = target.range if isinstance(target, Number) else 2.0  # a logit of 2 is a probability of .88
+    assert (error < 0.04 * scale + 5 * samples.std(dim=0) / 2000**0.5).all()  # gelu and sigmoid are curved
+
+
+@pytest.mark.parametrize(("name", "kind", "vectors"), FITTING)
 def test_every_parameter_of_a_head_gets_a_gradient_in_any_precision(name: str, kind: str, vectors: int) -> None:
     head = head_for(name, kind, vectors)
     assert head.own_parameters is bool(list(head.parameters()))

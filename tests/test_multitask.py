@@ -506,18 +506,18 @@ def test_pairing_pooling_and_head_are_chosen_task_by_task(build: Build):
 
 def test_a_model_of_plain_values_is_the_one_that_the_flags_describe(tiny_checkpoint: Path):
     flags = "--option finetune --hidden_dropout_prob 0.2 --pooling mean --sts_head cosine_affine --para_pairing cross"
-    args = get_args(["--model", str(tiny_checkpoint), *flags.split(), "--symmetric", "--max_length", "40"])
+    flags += " --para_dropout 0 --symmetric --max_length 40"
+    args = get_args(["--model", str(tiny_checkpoint), *flags.split()])
     torch.manual_seed(3)
     described = multitask_build.build_model(args)
     torch.manual_seed(3)
     values = multitask_model.MultitaskBERT(
         BertModel.from_pretrained(str(tiny_checkpoint)),
         [
-            Branch(SST, pooling="mean", symmetric=True),
-            Branch(PARA, pooling="mean", pairing="cross", symmetric=True),
-            Branch(STS, pooling="mean", head="cosine_affine", symmetric=True),
+            Branch(SST, pooling="mean", symmetric=True, dropout=0.2),
+            Branch(PARA, pooling="mean", pairing="cross", symmetric=True, dropout=0.0),
+            Branch(STS, pooling="mean", head="cosine_affine", symmetric=True, dropout=0.2),
         ],
-        dropout=0.2,
         max_length=40,
     )
     assert same(described.state_dict(), values.state_dict())

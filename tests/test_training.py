@@ -215,7 +215,7 @@ class Bench:
         labels = [i % 5 if task == "sst" else i % 2 if task == "para" else i / 2 for i in range(8)]
         pairing = self.model.branches[task].pairing_for("train")
         split = Split.tokenize(Examples(TASKS[task], list("abcdefgh"), texts, labels), self.tokenizer, pairing)
-        return split.batch(torch.tensor(rows))
+        return split.with_text_hashes().batch(torch.tensor(rows))
 
     def draw(self, *rows: int) -> list[Batch]:
         return [self.batch(task, *rows) for task in self.args.tasks]
@@ -244,6 +244,34 @@ def assert_close(one: dict[str, Tensor], other: dict[str, Tensor], atol: float =
     assert one.keys() == other.keys()
     for name in one:
         torch.testing.assert_close(one[name], other[name], rtol=0, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
+
+
+EXTENSIONS = [*(("--regularizer", key) for key in REGULARIZERS if key != "none"), ("--sts_loss", "mse+simcse")]
+
+
+@pytest.mark.parametrize(("flag", "value"), EXTENSIONS)
+def test_an_extension_that_draws_random_numbers_leaves_the_models_dropout_masks_as_they_were(
+    flag: str, value: str, bench: Start
+):
+    """So a run with the extension and one without differ by the extension and nothing else."""
+    states = []
+    for flags in ((), (flag, value)):
+        started = bench(*flags, dropout=True)
+        torch.manual_seed(5)
+        started.after([started.draw(0, 1, 2)], [started.draw(3, 4)])
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)
+
+
+def test_the_loop_moves_the_bregman_teacher_after_every_step(bench: Start):
+    """theta~ <- beta theta~ + (1 - beta) theta; a teacher that never moves would hold the model at its start."""
+    started = bench("--regularizer", "bregman", "--bregman_momentum", "0.9")
+    expected = weights_of(started.model)
+    for _ in range(2):
+        live = started.after([started.draw(0, 1)])
+        expected = {name: 0.9 * tensor + 0.1 * live[name] for name, tensor in expected.items()}
+    assert_close(dict(started.trainer.regularizer.teacher), expected)
+    assert not same(live, expected)
 
 
 @pytest.mark.parametrize("combiner", COMBINERS)
