@@ -1,0 +1,121 @@
+"""Mutation check: break the code in known ways and see whether the tests notice.
+
+    python tests/mutants.py              # all mutants, a few minutes
+    python tests/mutants.py --only smart # those of one file
+
+Each mutant replaces one piece of code in a copy of the project. It is killed if one of its test files fails, and
+survives if all pass. The exit status is the number of survivors.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parent.parent
+
+
+class Mutant(NamedTuple):
+    file: str  # without .py
+    old: str
+    new: str
+    tests: str  # test files that should notice, separated by spaces, without test_ and .py
+
+
+MUTANTS = [
+    Mutant(
+        "smart",
+        "output.embeddings + noise, output.random_state",
+        "output.embeddings.detach() + noise, output.random_state",
+        "smart",
+    ),
+    Mutant("smart", "noise = self.ascend(noise, gradient, mask)", "noise = noise + 0 * gradient", "smart"),
+    Mutant("smart", "return x.clamp(-radius, radius)", "return radius * x / linf_norm(x).clamp_min(1e-30)", "smart"),
+    Mutant("smart", "if clean.size(1) > 1 else 1", "if clean.size(1) > 0 else 1", "smart"),
+    Mutant(
+        "smart",
+        "torch._foreach_lerp_(list(self.teacher.values()), live, 1 - self.momentum)",
+        "torch._foreach_lerp_(list(self.teacher.values()), live, self.momentum)",
+        "smart",
+    ),
+    Mutant(
+        "smart",
+        "return scaled_to_one(torch.autograd.grad(divergence.sum(), logits)[0], l2_norm)",
+        "return torch.autograd.grad(divergence.sum(), logits)[0]",
+        "smart",
+    ),
+    Mutant("training", "            self.regularizer.update(self.model)\n", "", "training"),
+    Mutant("training", "            self.averager.update(self.model)\n", "", "training"),
+    Mutant("training", " / len(step)", "", "training"),
+    Mutant("training", "with self.side_stream.drawn(self.precision.device):", "if True:", "training"),
+    Mutant(
+        "training",
+        "progress.epoch - progress.best_epoch >= patience",
+        "progress.epoch - progress.best_epoch > patience",
+        "training",
+    ),
+    Mutant(
+        "datasets",
+        "yield from source.batches(batch_size, epoch_generator(seed, epoch, number))",
+        "yield from source.batches(batch_size, epoch_generator(seed, epoch))",
+        "datasets",
+    ),
+    Mutant("datasets", "p[lengths[p].argsort(stable=True)]", "p", "datasets"),
+    Mutant("datasets", "short = min(a, b, room // 2)", "short = min(a, b)", "datasets multitask"),
+    Mutant(
+        "datasets",
+        "token_ids = torch.where(mask, self.token_ids[places], padding_id).long()",
+        "token_ids = self.token_ids[places].long()",
+        "datasets",
+    ),
+    Mutant("evaluation", "order = torch.cat(batches).argsort()", "order = torch.cat(batches)", "evaluation"),
+    Mutant("evaluation", "    model.eval()\n    (logits,)", "    (logits,)", "evaluation multitask"),
+    Mutant("evaluation", "for c in np.union1d(values, labels):", "for c in np.unique(labels):", "evaluation"),
+    Mutant(
+        "ensemble",
+        "np.sort(order[:middle]), np.sort(order[middle:])",
+        "np.sort(order[middle:]), np.sort(order[middle:])",
+        "ensemble",
+    ),
+    Mutant("ensemble", "int(np.argmax(scores))", "int(np.argmin(scores))", "ensemble"),
+    Mutant("ensemble", "return kept / kept.sum()", "return kept", "ensemble"),
+]
+
+
+def survives(mutant: Mutant, copy: Path) -> bool:
+    path = copy / f"{mutant.file}.py"
+    source = path.read_text(encoding="utf-8")
+    if source.count(mutant.old) != 1:
+        sys.exit(f"{mutant.file}.py must have {mutant.old!r} once, found {source.count(mutant.old)} times.")
+    path.write_text(source.replace(mutant.old, mutant.new), encoding="utf-8")
+    tests = [f"tests/test_{name}.py" for name in mutant.tests.split()]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+    done = subprocess.run(command, cwd=copy, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    path.write_text(source, encoding="utf-8")
+    if done.returncode not in (0, 1):  # 1: a test failed
+        sys.exit(f"pytest did not run:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    failed = [line for line in done.stdout.splitlines() if line.startswith("FAILED")]
+    verdict = f"killed by {failed[0].split('::')[-1].split(' ')[0]}" if failed else "SURVIVED"
+    print(f"{mutant.file}: {mutant.old.strip()} -> {mutant.new.strip() or '(nothing)'} | {verdict}", flush=True)
+    return done.returncode == 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", help="a file, without .py")
+    only = parser.parse_args().only
+    mutants = [mutant for mutant in MUTANTS if only in (None, mutant.file)]
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "project"
+        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv", "runs", "__pycache__", ".*cache"))
+        survivors = sum(survives(mutant, copy) for mutant in mutants)
+    print(f"{len(mutants) - survivors} of {len(mutants)} mutants killed")
+    sys.exit(survivors)
+
+
+if __name__ == "__main__":
+    main()
