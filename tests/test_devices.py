@@ -163,7 +163,7 @@ def saved_bytes_per_token(model: MultitaskBERT, B: int, T: int) -> float:
 
 @pytest.mark.parametrize(("checkpointed", "kilobytes"), [(False, 730), (True, 50)])
 def test_the_backward_pass_of_bert_base_keeps_a_stated_number_of_bytes_per_token(checkpointed: bool, kilobytes: int):
-    """In fp32 with dropout and torch's unfused attention, which meta has; fused kernels on a GPU keep about 100 less."""
+    """In fp32 with dropout and torch's unfused attention, which meta has; a GPU's fused kernels keep 100 less."""
     with META:
         model = MultitaskBERT(BertModel(BertConfig()), [Branch(SST)])
     model.train().bert.checkpoint_activations = checkpointed
