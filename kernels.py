@@ -174,7 +174,7 @@ def _gramian_of_chunk(chunk: list[Row]) -> Tensor:
     stack = torch.cat([vector for k in range(K) for vector in (*(row[k] for row in chunk), padding)])
     stack = stack.to(torch.promote_types(stack.dtype, torch.float32)).view(K, -1)
     scale = _inverse_power_of_two(torch.linalg.vector_norm(stack, math.inf, dim=1).float())  # (K,)
-    x = stack.mul_(scale[:, None]).view(K, blocks, BLOCK).transpose(0, 1)  # (blocks, K, BLOCK)
+    x = stack.mul_(scale.unsqueeze(1)).view(K, blocks, BLOCK).transpose(0, 1)  # (blocks, K, BLOCK)
     products = x.new_empty(blocks, K, K)
     with _no_tf32():
         torch.bmm(x, x.transpose(1, 2), out=products)  # autocast never changes the dtype of a call with out=
