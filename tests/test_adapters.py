@@ -2,12 +2,10 @@
 
 import argparse
 import copy
-import itertools
 import json
 import math
 import re
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +16,6 @@ from safetensors.torch import load_file
 from test_multitask import run_multitask, same
 from test_training import Bench, assert_close, rising_scores, weights_of
 from torch import Tensor, nn
-from torch._dynamo.utils import counters
 
 import multitask_classifier
 from adapters import ADAPTERS, LINEARS, PAL, LinearWithUpdate, LoRA, Mixout, MixoutLayer, build_adapter
@@ -544,31 +541,6 @@ def test_a_run_of_pals_is_loaded_with_the_width_of_its_weights_whatever_the_defa
     (done.run / "model.safetensors").write_bytes(b"damaged")
     with pytest.raises(InputError, match="not a complete weights file"):
         run_multitask(tmp_path, Path(), "--predict_only", "--run", done.run)
-
-
-@pytest.mark.parametrize("name", ADAPTERS)
-def test_twelve_compiled_layers_and_three_tasks_need_one_graph_to_train_and_one_to_evaluate(
-    name: str, monkeypatch: pytest.MonkeyPatch
-):
-    """torch.compile gives up after eight graphs of one function and runs it uncompiled."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    shape = dict(vocab_size=50, hidden_size=16, num_hidden_layers=12, num_attention_heads=2, intermediate_size=32)
-    bert = BertModel(BertConfig(**shape))
-    adapter = ADAPTERS[name](bert, TASKS)
-    torch._dynamo.reset()
-    counters.clear()
-    adapter.compile_layers()
-    for training, graphs in ((True, 1), (False, 2)):
-        bert.train(training), adapter.train(training)
-        for task, T in itertools.product(TASKS, (7, 9, 12)):
-            ids = torch.randint(1, 50, (3, T))
-            with torch.set_grad_enabled(training):
-                hidden = bert.encode(bert.embed(ids), torch.ones_like(ids), adapter.layers(task))
-            if training:
-                hidden.sum().backward()
-        assert counters["stats"]["unique_graphs"] == graphs
-    assert not counters["unimplemented"], "no limit was reached"
-    assert not counters["graph_break"]
 
 
 def test_the_encoder_of_a_run_with_fewer_layers_is_a_checkpoint_with_fewer_layers(
