@@ -44,7 +44,7 @@ def runs_here(*tensors: Tensor) -> bool:
 def _is_plain(t: Tensor) -> bool:
     """Whether t has memory that NumPy can use: not a fake or functional tensor, not inside torch.func."""
     own = type(t) in (Tensor, Parameter) and not torch._C._functorch.is_functorch_wrapped_tensor(t)
-    return own and t.device.type == "cpu" and t.dtype == torch.float32 and t.is_contiguous()
+    return own and t.is_cpu and t.dtype == torch.float32 and t.is_contiguous()
 
 
 def _arrays(tensors: Sequence[Tensor]) -> tuple[np.ndarray, ...]:

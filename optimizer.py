@@ -87,10 +87,12 @@ class AdamW(Optimizer):
     def _update(self, parameters: list[Tensor], t: int, group: dict[str, Any]) -> None:
         lr, betas, decay = group["lr"], group["betas"], group["lr"] * group["weight_decay"]
         alpha = (lr * bias_correction(betas, t) if group["correct_bias"] else lr) * (1 - decay)
-        rows = [(p, p.grad, self.state[p]["m"], self.state[p]["v"]) for p in parameters]
-        for row in (row for row in rows if kernels.runs_here(*row)):
-            kernels.adamw(*row, *betas, alpha, group["eps"], decay)
-        others = [row for row in rows if not kernels.runs_here(*row)]
+        others = []
+        for row in ((p, p.grad, self.state[p]["m"], self.state[p]["v"]) for p in parameters):
+            if kernels.runs_here(*row):
+                kernels.adamw(*row, *betas, alpha, group["eps"], decay)
+            else:
+                others.append(row)
         if others:
             rounded = tuple(as_computed(beta, others[0][0].dtype) for beta in betas)
             alpha *= bias_correction(rounded, t) / bias_correction(betas, t)
