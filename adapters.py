@@ -8,17 +8,19 @@ Shapes:  B batch   T tokens   H hidden size   N attention heads   d width of a P
 import argparse
 import contextlib
 import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import ClassVar
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from bert import BertLayer, BertModel, BertSelfAttention, Layer
+from bert import BertLayer, BertModel, BertSelfAttention, Layer, compile_all
 from config import BertConfig
 from flags import ENCODER_TRAINS, ArgumentParser, Need, Switch, chosen, number
 from kernels import dropout
@@ -73,10 +75,24 @@ class ProjectedAttention(nn.Module):
             nn.init.normal_(parameter, std=std)
         nn.init.zeros_(self.decoder.weight)
 
-    def forward(self, number: int, hidden_states: Tensor, attention_mask: Tensor) -> Tensor:
-        """(B, T, H), (B, 1, 1, T) -> (B, T, H), of the layer with this number."""
-        small = self.encoder(hidden_states)  # (B, T, H) -> (B, T, d)
-        return self.decoder(self.attentions[number](small, attention_mask))  # (B, T, d) -> (B, T, H)
+
+class LayerWithPAL(nn.Module):
+    """One layer of the shared encoder with a task's TS_l beside it; both belong to others, which register them.
+
+    A module, so that torch.compile takes the weights as inputs of one graph: a function with the layer's number would
+    be compiled for every number, and for no more than eight.
+    """
+
+    def __init__(self, layer: BertLayer, pals: ProjectedAttention, number: int):
+        super().__init__()
+        self.parts = (layer, pals.encoder, pals.attentions[number], pals.decoder)
+
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor) -> Tensor:
+        """(B, T, H), (B, 1, 1, T) -> (B, T, H)"""
+        layer, encoder, attention, decoder = self.parts
+        x = layer.attend(hidden_states, attention_mask)
+        beside = decoder(attention(encoder(hidden_states), attention_mask))  # (B, T, H) -> (B, T, d) -> (B, T, H)
+        return layer.feed_forward(x, x + beside)
 
 
 class PAL(Adapter):
@@ -85,25 +101,26 @@ class PAL(Adapter):
         h_{l+1} = LayerNorm(x + FFN(x) + TS_l(h_l)),        x = LayerNorm(h_l + MH(h_l))
 
     Each task has its own TS parallel to every layer of the shared encoder; as in the paper, its attention has no output
-    matrix. The paper's d = 204 gives each task 1.8 M parameters in bert-base; by default d is the same fraction of H,
-    rounded to whole heads. V_D starts at zero, so TS does too, and the first step has a gradient for V_D only.
-    Deviations: the zero start. Attention has biases, as in the authors' code; their gelu after V_D, which is not in the
-    paper, is left out.
+    matrix. The paper's d = 204 gives each task 1.8 M parameters in bert-base. The default is about the same fraction of
+    H, in heads whose size is a multiple of 8, which fused attention needs in half precision: d = 192 for bert-base. V_D
+    starts at zero, so TS does too, and the first step has a gradient for V_D only.
+    Deviations: the default d, and the zero start. Attention has biases, as in the authors' code; their gelu after V_D,
+    which is not in the paper, is left out.
     """
 
     own_parameters, shared = True, False
     settings: ClassVar = {"dim": "pal_dim"}
 
     def __init__(self, bert: BertModel, tasks: Sequence[str], dim: int | None = None):
-        """dim: d, a multiple of the number of attention heads; by default 17/64 of H."""
+        """dim: d, a multiple of the number of attention heads; by default about 17/64 of H."""
         super().__init__(bert, tasks)
         d = self.width(bert.config, dim)
         self.tasks = nn.ModuleDict({task: ProjectedAttention(bert.config, d) for task in tasks})
         for pals in self.tasks.values():
             for layer, attention in zip(bert.bert_layers, pals.attentions, strict=True):
                 attention.attend = layer.self_attention.attend
-        self.of_task: dict[str, list[Layer]] = {
-            task: [partial(self.run, layer, partial(pals, number)) for number, layer in enumerate(bert.bert_layers)]
+        self.of_task = {
+            task: [LayerWithPAL(layer, pals, number) for number, layer in enumerate(bert.bert_layers)]
             for task, pals in self.tasks.items()
         }
 
@@ -111,7 +128,7 @@ class PAL(Adapter):
     def width(config: BertConfig, wanted: int | None) -> int:
         N = config.num_attention_heads
         if wanted is None:
-            return N * max(1, round(config.hidden_size / N * 17 / 64))
+            return N * max(8, 8 * round(config.hidden_size / N * 17 / 64 / 8))
         if wanted % N:
             near = ", ".join(str(n) for n in (wanted // N * N, wanted // N * N + N) if n)
             raise InputError(
@@ -119,16 +136,11 @@ class PAL(Adapter):
             )
         return wanted
 
-    @staticmethod
-    def run(layer: BertLayer, beside: Layer, hidden_states: Tensor, attention_mask: Tensor) -> Tensor:
-        x = layer.attend(hidden_states, attention_mask)
-        return layer.feed_forward(x, x + beside(hidden_states, attention_mask))
-
     def layers(self, task: str) -> Iterable[Layer]:
         return self.of_task[task]
 
     def compile_layers(self) -> None:
-        self.of_task = {t: [torch.compile(layer, dynamic=True) for layer in ls] for t, ls in self.of_task.items()}
+        compile_all(layer for layers in self.of_task.values() for layer in layers)
 
     def summary(self) -> str:
         each = next(iter(self.tasks.values()))
@@ -304,7 +316,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--pal_dim",
         type=number(int, 1, 4096),
         needs=pal,
-        help="width of a PAL (default: 17/64 of BERT's, 204 for bert-base)",
+        help="width of a PAL (default: about 17/64 of BERT's in heads of a multiple of 8, 192 for bert-base)",
     )
     add("--lora_r", type=number(int, 1, 1024), default=8, needs=lora, help="rank of the updates")
     add(
@@ -333,6 +345,19 @@ def check_arguments(args: argparse.Namespace) -> None:
             f"--combiner {args.combiner} works on weights that tasks share, but --adapter {args.adapter} with "
             "--adapter_only trains none. Use --combiner sum, or leave out --adapter_only."
         )
+
+
+def flags_of_run(stored: dict[str, Any], weights: Path) -> dict[str, Any]:
+    """Add the width of a stored run's PALs if it was the default, which was 204 for bert-base at first.
+
+    weights: its file. If it cannot be read, nothing is added, and loading it reports the error.
+    """
+    if stored.get("adapter") != "pal" or stored.get("pal_dim") is not None:
+        return stored
+    with contextlib.suppress(OSError, SafetensorError, StopIteration), safe_open(weights, "pt") as file:
+        name = next(name for name in file.keys() if re.fullmatch(r"adapter\.tasks\.\w+\.encoder\.weight", name))  # noqa: SIM118
+        return stored | {"pal_dim": file.get_slice(name).get_shape()[0]}
+    return stored
 
 
 def build_adapter(args: argparse.Namespace, bert: BertModel, tasks: Sequence[str]) -> Adapter:

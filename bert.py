@@ -135,6 +135,15 @@ class BertLayer(nn.Module):
 Layer = Callable[[Tensor, Tensor], Tensor]  # hidden states (B, T, H), mask (B, 1, 1, T) of 0 and -inf -> (B, T, H)
 
 
+def compile_all(layers: Iterable[nn.Module]) -> None:
+    """Compile layers in place, for sentences of any length. Layers of one structure share a graph."""
+    from torch._functorch import config
+
+    config.donated_buffer = False  # else a backward pass overwrites saved activations, but SMART runs that pass twice
+    for layer in layers:
+        layer.compile(dynamic=True)
+
+
 class BertModel(BertPreTrainedModel):
     """Embeddings, a stack of BertLayers, and the pooler: tanh(dense(hidden state of [CLS]))."""
 
@@ -155,8 +164,7 @@ class BertModel(BertPreTrainedModel):
 
     def compile_layers(self) -> None:
         """Compile every layer for sentences of any length; the parameters keep their names."""
-        for layer in self.bert_layers:
-            layer.compile(dynamic=True)
+        compile_all(self.bert_layers)
 
     def use_attention(self, name: str) -> None:
         """Make every layer use this entry of ATTENTIONS."""

@@ -3,15 +3,19 @@
 `adamw` does the whole optimizer update in one pass over memory. `dropout` computes its mask from a hash of each
 element's index, so it runs on all cores, stores no mask, and gives the same mask on any number of threads. `gramian`
 and `weighted_sum` each read the tasks' gradients once, whatever the number of tasks. Every kernel is compiled for the
-machine at first use and kept in numba's cache. None is used on CUDA.
+machine at first use and kept in numba's cache. None is used on CUDA, where each function here calls torch on all
+tensors at once, so that a step needs few launches.
 """
 
-from collections.abc import Sequence
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 
 def _loops() -> ModuleType:
@@ -31,9 +35,21 @@ def _loops() -> ModuleType:
 
 
 def runs_here(*tensors: Tensor) -> bool:
-    """Whether the kernels support these tensors: dense float32 on the CPU, outside torch.compile."""
-    usable = all(t.device.type == "cpu" and t.dtype == torch.float32 and t.is_contiguous() for t in tensors)
-    return usable and not torch.compiler.is_compiling()
+    """Whether the kernels support these tensors: dense float32 on the CPU, not while a program is being traced."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return False
+    return all(map(_is_plain, tensors))
+
+
+def _is_plain(t: Tensor) -> bool:
+    """Whether t has memory that NumPy can use: not a fake or functional tensor, not inside torch.func."""
+    own = type(t) in (Tensor, Parameter) and not torch._C._functorch.is_functorch_wrapped_tensor(t)
+    return own and t.is_cpu and t.dtype == torch.float32 and t.is_contiguous()
+
+
+def _arrays(tensors: Sequence[Tensor]) -> tuple[np.ndarray, ...]:
+    """The tensors as flat arrays that share their memory."""
+    return tuple(t.detach().view(-1).numpy() for t in tensors)
 
 
 def adamw(
@@ -41,10 +57,9 @@ def adamw(
     beta1: float, beta2: float, alpha_t: float, eps: float, decay: float,
 ) -> None:  # fmt: skip
     """Do one AdamW update in place: theta <- theta - (alpha_t m / (sqrt(v) + eps) + decay theta)."""
-    arrays = (t.detach().view(-1).numpy() for t in (theta, grad, m, v))
     # 1 - beta is computed in float64: 1 - float32(0.999) has a relative error of 1e-5
     scalars = (beta1, 1 - beta1, beta2, 1 - beta2, alpha_t, eps, decay)
-    _loops().adamw(*arrays, *map(np.float32, scalars))
+    _loops().adamw(*_arrays((theta, grad, m, v)), *map(np.float32, scalars))
 
 
 class _Dropout(torch.autograd.Function):
@@ -55,8 +70,7 @@ class _Dropout(torch.autograd.Function):
         ctx.p, ctx.seed = p, seed
         out = torch.empty_like(x)
         keys = np.uint32(seed & 0xFFFFFFFF), np.uint32(seed >> 32)
-        flat = (t.detach().view(-1).numpy() for t in (x, out))
-        _loops().dropout(*flat, *keys, np.uint32(round(p * 2**32)), np.float32(1 / (1 - p)))
+        _loops().dropout(*_arrays((x, out)), *keys, np.uint32(round(p * 2**32)), np.float32(1 / (1 - p)))
         return out
 
     @staticmethod
@@ -100,41 +114,127 @@ def lookup(weight: Tensor, ids: Tensor, padding_id: int) -> Tensor:
     return torch.nn.functional.embedding(ids, weight, padding_idx=padding_id)
 
 
-def gramian(vectors: Sequence[Tensor]) -> tuple[Tensor, np.ndarray | None]:
-    """Return the inner products of K tensors of one shape, and which blocks are zero in all of them.
+# --- the gradients of several tasks: for every parameter a row of K gradients, one per task ---------------------------
 
-    First: (K, K), float64, on the tensors' device. Products are summed in float64, which holds the square of any
+Row = Sequence[Tensor]
+
+
+@torch.no_grad()
+def gramian(rows: Sequence[Row]) -> tuple[Tensor, list[np.ndarray | None]]:
+    """Return the inner products of K gradients, and for every row which of its blocks are zero in all K.
+
+    First: (K, K), float64, on the gradients' device. The compiled kernel sums in float64, which holds the square of any
     float32, first within each block and then over the blocks in order, so the result does not depend on the number of
-    threads. Second: a Boolean for each block, which lets weighted_sum skip the zero blocks (most of a word embedding's
-    gradient); None if the compiled kernel was not used.
+    threads. Otherwise see _gramian_of_chunk. Second: a Boolean for each block, which lets weighted_sum skip the zero
+    blocks (most of a word embedding's gradient); None for a row on which the compiled kernel was not used.
     """
-    if runs_here(*vectors):
-        loops = _loops()
-        blocks = -(-vectors[0].numel() // loops.BLOCK)
-        products = np.empty((blocks, len(vectors), len(vectors)))
-        loops.gramian(tuple(v.detach().view(-1).numpy() for v in vectors), products)
-        return torch.from_numpy(products.sum(axis=0)), ~np.einsum("bkk->b", products).astype(bool)
-    # pieces of a million elements, so that the float64 copies stay small compared with the gradients
-    pieces = zip(*(v.detach().flatten().split(2**20) for v in vectors), strict=True)
-    stacks = (torch.stack([part.double() for part in piece]) for piece in pieces)  # each (K, 2^20)
-    return sum(stack @ stack.T for stack in stacks), None
+    compiled = [_compiled_gramian(row) if runs_here(*row) else None for row in rows]
+    others = [row for row, found in zip(rows, compiled, strict=True) if found is None]
+    products = [found[0] for found in compiled if found] + [_gramian_of_chunk(chunk) for chunk in _chunks(others)]
+    return sum(products), [found[1] if found else None for found in compiled]
 
 
-def weighted_sum(vectors: Sequence[Tensor], weights: Tensor, zeros: np.ndarray | None = None) -> Tensor:
-    """Overwrite the first vector with sum_k weights[k] vectors[k] and return it; weights: (K,) float64 on the CPU.
+def _compiled_gramian(row: Row) -> tuple[Tensor, np.ndarray]:
+    loops = _loops()
+    products = np.empty((-(-row[0].numel() // loops.BLOCK), len(row), len(row)))
+    loops.gramian(_arrays(row), products)
+    return torch.from_numpy(products.sum(axis=0)), ~np.einsum("bkk->b", products).astype(bool)
 
-    zeros: from gramian, the blocks to skip. The sum is computed in float64, because the weight of a tiny gradient
-    combined with a huge one may be outside the range of float32.
+
+CHUNK = 2**24  # elements per task that are copied at a time: 64 MB
+BLOCK = 4096  # elements that are summed in float32; gives cosines within about 1e-8
+
+
+def _chunks(rows: Sequence[Row]) -> Iterator[list[Row]]:
+    """Flatten the gradients and group them into chunks of at most CHUNK elements per task; long ones are cut."""
+    chunk: list[Row] = []
+    size = 0
+    for row in rows:
+        flat = [gradient.reshape(-1) for gradient in row]
+        cut = zip(*(gradient.split(CHUNK) for gradient in flat), strict=True) if flat[0].numel() > CHUNK else [flat]
+        for pieces in cut:
+            if size + pieces[0].numel() > CHUNK:
+                yield chunk
+                chunk, size = [], 0
+            chunk.append(pieces)
+            size += pieces[0].numel()
+    if chunk:
+        yield chunk
+
+
+def _gramian_of_chunk(chunk: list[Row]) -> Tensor:
+    """Return the inner products of K lists of vectors: (K, K), float64, without waiting for the device.
+
+    Blocks of BLOCK elements are summed in float32 (float64 for float64 gradients) and the blocks in float64. Each task
+    is scaled by a power of two, so no product leaves the range of float32. Infinities and NaNs reach the result.
     """
-    first, *others = vectors
-    if runs_here(*vectors):
-        loops = _loops()
-        if zeros is None:
-            zeros = np.zeros(-(-first.numel() // loops.BLOCK), dtype=bool)
-        loops.weighted_sum(tuple(v.detach().view(-1).numpy() for v in vectors), weights.numpy(), zeros)
-        return first
-    scales = weights.tolist()
-    first.mul_(scales[0])
-    for other, scale in zip(others, scales[1:], strict=True):
-        first.add_(other, alpha=scale)
-    return first
+    K, n = len(chunk[0]), sum(row[0].numel() for row in chunk)
+    blocks = max(1, -(-n // BLOCK))
+    padding = chunk[0][0].new_zeros(blocks * BLOCK - n)
+    stack = torch.cat([vector for k in range(K) for vector in (*(row[k] for row in chunk), padding)])
+    stack = stack.to(torch.promote_types(stack.dtype, torch.float32)).view(K, -1)
+    scale = _inverse_power_of_two(torch.linalg.vector_norm(stack, math.inf, dim=1).float())  # (K,)
+    x = stack.mul_(scale.unsqueeze(1)).view(K, blocks, BLOCK).transpose(0, 1)  # (blocks, K, BLOCK)
+    products = x.new_empty(blocks, K, K)
+    with _no_tf32():
+        torch.bmm(x, x.transpose(1, 2), out=products)  # autocast never changes the dtype of a call with out=
+    unscale = scale.double().reciprocal()
+    return products.sum(0, dtype=torch.float64) * torch.outer(unscale, unscale)
+
+
+def _inverse_power_of_two(x: Tensor) -> Tensor:
+    """Return 2^-e for 2^e <= x < 2^(e + 1), x >= 0, from the bits of x; finite and not zero for any x, also NaN."""
+    e = x.view(torch.int32) >> 23  # plus 127; 0 for zero and subnormal numbers, 255 for infinity and NaN
+    return ((254 - e).clamp(1, 253) << 23).view(torch.float32)
+
+
+@contextlib.contextmanager
+def _no_tf32() -> Iterator[None]:
+    """Inside this context, products of float32 matrices have the precision of float32, whatever the user has set."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@torch.no_grad()
+def weighted_sum(rows: Sequence[Row], weights: Tensor, zeros: Sequence[np.ndarray | None]) -> list[Tensor]:
+    """Overwrite the first gradient of every row with sum_k weights[k] row[k] and return these.
+
+    weights: (K,) float64 on the CPU. zeros: from gramian, the blocks to skip. The compiled kernel computes the sum in
+    float64, because the weight of a tiny gradient combined with a huge one may be outside the range of float32. For
+    other rows, see _weighted_sum_together, which may overwrite all gradients.
+    """
+    for row, blocks in zip(rows, zeros, strict=True):
+        if blocks is not None:
+            _loops().weighted_sum(_arrays(row), weights.numpy(), blocks)
+    others = [row for row, blocks in zip(rows, zeros, strict=True) if blocks is None]
+    if others:
+        _weighted_sum_together(list(zip(*others, strict=True)), weights.tolist())
+    return [row[0] for row in rows]
+
+
+def _weighted_sum_together(tasks: list[Row], weights: list[float]) -> None:
+    """The sum in the gradients' own dtype, with K multi-tensor calls; tasks: all gradients of each task.
+
+    A weight outside the range of float32 is applied in several steps, in place.
+    """
+    first, *others = tasks
+    for factor in _factors(weights[0]):
+        torch._foreach_mul_(first, factor)
+    for other, weight in zip(others, weights[1:], strict=True):
+        *steps, last = _factors(weight)
+        for factor in steps:
+            torch._foreach_mul_(other, factor)
+        torch._foreach_add_(first, other, alpha=last)
+
+
+def _factors(weight: float) -> list[float]:
+    """Split a weight into factors between 2^-100 and 2^100. Their partial products lie between 1 and the weight."""
+    factors = []
+    while not 2.0**-100 <= abs(weight) <= 2.0**100 and weight:
+        factors.append(2.0**100 if abs(weight) > 1 else 2.0**-100)
+        weight /= factors[-1]
+    return [*factors, weight]

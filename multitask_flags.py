@@ -247,6 +247,7 @@ def of_run(folder: Path, argv: list[str] | None = None) -> argparse.Namespace:
             f"{folder}: was trained on {unknown[0]}, which is not in tasks.py. Add the task, or choose another."
         )
     defaults = vars(parser().parse_args([]))
+    stored = adapters.flags_of_run(stored, folder / "model.safetensors")
     flags = argparse.Namespace(**defaults | stored | {"use_gpu": False})  # the machine may be another one
     usual = complete(argparse.Namespace(**defaults | {k: getattr(flags, k) for k in ("data", "predictions", "tasks")}))
     for name, split in itertools.product(flags.tasks, SPLITS):

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -32,6 +33,10 @@ class AdamW(Optimizer):
 
     This is not torch.optim.AdamW, where eps is added to the bias-corrected denominator and theta decays before the
     update. The two agree up to eps if weight_decay is 0.
+
+    The last two lines are computed as one, theta - (u (1 - d) + d theta) with u = alpha_t m / (sqrt(v) + eps) and
+    d = lr weight_decay. At the usual d of 1e-7, rounding the factor 1 - d to float32 would change d by 20%, so every
+    step would decay too much. On the CPU this is the loop `adamw` of loops.py, on CUDA `update_together`.
     """
 
     def __init__(
@@ -80,38 +85,66 @@ class AdamW(Optimizer):
         return by_step
 
     def _update(self, parameters: list[Tensor], t: int, group: dict[str, Any]) -> None:
-        beta1, beta2 = group["betas"]
-        alpha_t = group["lr"]
-        if group["correct_bias"]:
-            alpha_t *= math.sqrt(1 - beta2**t) / (1 - beta1**t)
-        # (theta - u)(1 - d) = theta - (u (1 - d) + d theta): one subtraction. At the usual d = lr * weight_decay of
-        # 1e-7, rounding the factor 1 - d to float32 would change d by 20%, so every step would decay too much.
-        decay = group["lr"] * group["weight_decay"]
-        scalars = (beta1, beta2, alpha_t * (1 - decay), group["eps"], decay)
-        tensors = [(p, p.grad, self.state[p]["m"], self.state[p]["v"]) for p in parameters]
-        in_one_pass = [row for row in tensors if kernels.runs_here(*row)]
-        for row in in_one_pass:
-            kernels.adamw(*row, *scalars)
-        others = [row for row in tensors if not kernels.runs_here(*row)]
+        lr, betas, decay = group["lr"], group["betas"], group["lr"] * group["weight_decay"]
+        alpha = (lr * bias_correction(betas, t) if group["correct_bias"] else lr) * (1 - decay)
+        others = []
+        for row in ((p, p.grad, self.state[p]["m"], self.state[p]["v"]) for p in parameters):
+            if kernels.runs_here(*row):
+                kernels.adamw(*row, *betas, alpha, group["eps"], decay)
+            else:
+                others.append(row)
         if others:
-            update_together(*zip(*others, strict=True), *scalars)
+            rounded = tuple(as_computed(beta, others[0][0].dtype) for beta in betas)
+            alpha *= bias_correction(rounded, t) / bias_correction(betas, t)
+            update_together(*zip(*others, strict=True), *rounded, alpha, group["eps"], decay)
+
+
+def bias_correction(betas: tuple[float, float], t: int) -> float:
+    return math.sqrt(1 - betas[1] ** t) / (1 - betas[0] ** t)
+
+
+def as_computed(beta: float, dtype: torch.dtype) -> float:
+    """Return beta as torch's fused kernel has it: rounded to float32, unless the tensors are float64.
+
+    On CUDA the kernel derives 1 - beta from it. For 0.999 that is 1.3e-5 too small, and so are all v.
+    """
+    return beta if dtype == torch.float64 else float(np.float32(beta))
 
 
 def update_together(
     theta: tuple[Tensor, ...], grad: tuple[Tensor, ...], m: tuple[Tensor, ...], v: tuple[Tensor, ...],
-    beta1: float, beta2: float, alpha_t: float, eps: float, decay: float,
+    beta1: float, beta2: float, alpha: float, eps: float, decay: float,
 ) -> None:  # fmt: skip
-    """The update on lists of tensors: on CUDA, each line launches one multi-tensor kernel."""
-    torch._foreach_lerp_(m, grad, 1 - beta1)
-    torch._foreach_mul_(v, beta2)
-    torch._foreach_addcmul_(v, grad, grad, value=1 - beta2)
-    denominator = torch._foreach_sqrt(v)
-    torch._foreach_add_(denominator, eps)
-    update = torch._foreach_div(m, denominator)
-    torch._foreach_mul_(update, alpha_t)
+    """Do the update on lists of tensors: one pass over memory without decay, three with it.
+
+    torch's fused kernel computes x <- x - alpha m / (sqrt(v) + eps) once its bias corrections are 1 and its decay is 0.
+    Its own decay is a subtraction before this one. At d = 1e-7 rounding makes that up to 100% wrong for single weights,
+    so the kernel is applied to x = -d theta instead, and the sum of both terms is added to theta.
+    """
+    sums = torch._foreach_mul(theta, -decay) if decay else theta
+    grad = [g if g.stride() == p.stride() else torch.empty_like(p).copy_(g) for p, g in zip(theta, grad, strict=True)]
+    endless = torch.full((), 2.0**62, device=theta[0].device)  # a step count t at which beta^t is 0
+    torch._fused_adamw_(
+        sums, grad, m, v, [], [endless] * len(theta), lr=alpha, beta1=beta1, beta2=beta2, weight_decay=0.0, eps=eps,
+        amsgrad=False, maximize=False,
+    )  # fmt: skip
     if decay:
-        torch._foreach_add_(update, theta, alpha=decay)
-    torch._foreach_sub_(theta, update)
+        torch._foreach_add_(theta, sums)
+
+
+class NAdam(torch.optim.NAdam):
+    """torch's NAdam, except that each parameter's scalar `mu_product` stays on the CPU when a state is loaded.
+
+    torch moves it to the parameter's device. The step reads it, and on a GPU each read is a synchronization.
+    """
+
+    def __init__(self, params: Iterable[Tensor] | Iterable[dict[str, Any]]):
+        super().__init__(params, decoupled_weight_decay=True)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)  # keeps the order of the parameters
+        for state, saved in zip(self.state.values(), state_dict["state"].values(), strict=True):
+            state["mu_product"] = saved["mu_product"].to("cpu", copy=True)
 
 
 # --- parameter groups -------------------------------------------------------------------------------------------------
@@ -316,7 +349,7 @@ OPTIMIZERS: dict[str, Callable[[list[dict[str, Any]]], Optimizer]] = {
     "torch_adamw": torch.optim.AdamW,
     "sgd": partial(torch.optim.SGD, momentum=0.9),  # Sutskever et al. 2013; needs a far larger rate than Adam
     "adamax": torch.optim.Adamax,  # Kingma & Ba 2015, Algorithm 2
-    "nadam": partial(torch.optim.NAdam, decoupled_weight_decay=True),  # Dozat 2016
+    "nadam": NAdam,  # Dozat 2016
     "radam": partial(torch.optim.RAdam, decoupled_weight_decay=True),  # Liu et al. 2020, arXiv:1908.03265
     "adafactor": torch.optim.Adafactor,  # Shazeer & Stern 2018, arXiv:1804.04235; the rate is relative to the weights
 }
@@ -336,7 +369,7 @@ def add_arguments(parser: ArgumentParser, lr: float | None, lr_default: str = ""
     add("--lr", type=rate, default=lr, needs=ALWAYS, help=f"learning rate{lr_default}")
     add = parser.section("optimization")
     add("--optimizer", choices=sorted(OPTIMIZERS), default="adamw", needs=ALWAYS,
-        help="adamw is the handout's, the others are torch's")  # fmt: skip
+        help="adamw is the handout's, the others torch's; adafactor waits for a GPU twice per parameter")  # fmt: skip
     add(
         "--head_lr",
         type=rate,

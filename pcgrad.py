@@ -10,7 +10,7 @@ Shapes:  K tasks in a step, in alphabetical order
 
 import argparse
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import combinations
 from statistics import fmean
 from typing import Any
@@ -243,7 +243,7 @@ class GradientCombiner:
             rows = list(zip(*(self.kept[name] for name in names), strict=True))  # per parameter: K gradients or None
             gramian, zeros = gram_matrix(rows, len(names))
             weights = self._weights(gramian, names, loss_scale)
-            combined = [weighted_sum(row, weights, blocks) for row, blocks in zip(rows, zeros, strict=True)]
+            combined = weighted_sum(rows, weights, zeros)
         else:  # nothing to combine: a single task, or none
             combined = self.kept[names[0]] if names else []
         for p, gradient in zip(self.shared, combined, strict=bool(names)):
@@ -284,31 +284,48 @@ class GradientCombiner:
             self.method.load_state_dict(state)
 
 
-def gram_matrix(rows: list[tuple[Tensor | None, ...]], K: int) -> tuple[Tensor, list[np.ndarray | None]]:
-    """Return the inner products of K tasks' gradients; rows: the K gradients of each parameter, None counts as zero.
+Row = tuple[Tensor | None, ...]  # the K gradients of a parameter
+
+
+def by_tasks(rows: list[Row]) -> Iterator[tuple[list[int], list[int], list[list[Tensor]]]]:
+    """Group the rows by the tasks that have a gradient: these tasks, the rows' indices, and their gradients."""
+    groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for index, row in enumerate(rows):
+        groups[tuple(k for k, gradient in enumerate(row) if gradient is not None)].append(index)
+    for tasks, indices in groups.items():
+        if tasks:
+            yield list(tasks), indices, [[rows[i][k] for k in tasks] for i in indices]
+
+
+def gram_matrix(rows: list[Row], K: int) -> tuple[Tensor, list[np.ndarray | None]]:
+    """Return the inner products of K tasks' gradients; a gradient that is None counts as zero.
 
     Returns (K, K) on the CPU and, for every row, the blocks that are zero in all of its gradients.
     """
-    # Sums by the set of tasks that have a gradient, so that a GPU transfers one tensor for each set, not for each row.
-    parts: dict[tuple[int, ...], Tensor] = {}
-    zeros: list[np.ndarray | None] = []
-    for row in rows:
-        present = tuple(k for k, gradient in enumerate(row) if gradient is not None)
-        zeros.append(None)
-        if present:
-            part, zeros[-1] = kernels.gramian([row[k] for k in present])
-            parts[present] = parts[present] + part if present in parts else part
+    zeros: list[np.ndarray | None] = [None] * len(rows)
+    parts: list[tuple[list[int], Tensor]] = []
+    for tasks, indices, gradients in by_tasks(rows):
+        part, blocks = kernels.gramian(gradients)
+        parts.append((tasks, part))
+        for i, found in zip(indices, blocks, strict=True):
+            zeros[i] = found
     gramian = torch.zeros(K, K, dtype=torch.float64)
-    for present, part in parts.items():
-        index = torch.tensor(present)
-        gramian[index[:, None], index] += part.cpu()
+    if parts:
+        products = torch.cat([part.flatten() for _, part in parts]).cpu()  # one transfer, for which the CPU waits
+        for (tasks, _), product in zip(parts, products.split([part.numel() for _, part in parts]), strict=True):
+            index = torch.tensor(tasks)
+            gramian[index[:, None], index] += product.view(len(tasks), -1)
     return gramian, zeros
 
 
-def weighted_sum(row: tuple[Tensor | None, ...], weights: Tensor, zeros: np.ndarray | None) -> Tensor | None:
-    """Overwrite the row's first gradient with sum_k weights[k] row[k] and return it; None if it has no gradient."""
-    present = [k for k, gradient in enumerate(row) if gradient is not None]
-    return kernels.weighted_sum([row[k] for k in present], weights[present], zeros) if present else None
+def weighted_sum(rows: list[Row], weights: Tensor, zeros: list[np.ndarray | None]) -> list[Tensor | None]:
+    """Overwrite each row's first gradient with sum_k weights[k] row[k] and return these; None without a gradient."""
+    combined: list[Tensor | None] = [None] * len(rows)
+    for tasks, indices, gradients in by_tasks(rows):
+        sums = kernels.weighted_sum(gradients, weights[tasks], [zeros[i] for i in indices])
+        for i, found in zip(indices, sums, strict=True):
+            combined[i] = found
+    return combined
 
 
 # --- flags ------------------------------------------------------------------------------------------------------------

@@ -1,15 +1,34 @@
 """Compare the compiled loops with stock torch and NumPy, and test the dropout masks statistically."""
 
 import math
+from collections import Counter
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import kernels
 import loops
+from bert import BertModel
+from config import BertConfig
 from optimizer import AdamW
+
+
+class Count(TorchDispatchMode):
+    """Counts the operations by name, except views and the profiler's marks: on CUDA, each launches kernels."""
+
+    def __init__(self):
+        super().__init__()
+        self.ops = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not func.is_view and "record_function" not in str(func):
+            self.ops[func._overloadpacket.__name__] += 1
+        return func(*args, **kwargs or {})
 
 
 def test_the_compiled_loops_support_dense_float32_on_the_cpu_outside_torch_compile(monkeypatch) -> None:
@@ -22,6 +41,43 @@ def test_the_compiled_loops_support_dense_float32_on_the_cpu_outside_torch_compi
         assert not kernels.runs_here(other, x)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert not kernels.runs_here(x)
+
+
+def traced(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> str:
+    return str(torch.jit.trace(function, (x,), check_trace=False).graph)
+
+
+def exported(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> str:
+    class Module(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return function(x)
+
+    return str(torch.export.export(Module(), (x,)).graph)
+
+
+def fake(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> str:
+    with FakeTensorMode() as mode:
+        return "dropout" if isinstance(function(mode.from_tensor(x)), FakeTensor) else ""
+
+
+TRANSFORMS = {
+    "torch.jit.trace": traced,
+    "torch.export": exported,
+    "fake tensors": fake,
+    "vmap": lambda function, x: str(torch.vmap(function, randomness="different")(x)) and "dropout",
+    "torch.func.grad": lambda function, x: str(torch.func.grad(lambda y: function(y).sum())(x)) and "dropout",
+    "functionalize": lambda function, x: str(torch.func.functionalize(function)(x)) and "dropout",
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.jit is deprecated
+@pytest.mark.parametrize("how", TRANSFORMS)
+def test_a_program_that_is_traced_or_transformed_uses_torchs_own_operations(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The compiled loops work on memory: a trace would contain their result as a constant."""
+    monkeypatch.setattr(kernels, "_loops", None)
+    assert "dropout" in TRANSFORMS[how](lambda x: kernels.dropout(x, 0.5, training=True), torch.ones(3, 4))
 
 
 def test_adamw_uses_torch_for_a_strided_gradient(monkeypatch) -> None:
@@ -185,37 +241,113 @@ def test_gramian_and_weighted_sum_equal_numpy_in_float64(K: int, n: int) -> None
     vectors = random_vectors(K, n)
     stack = np.stack([v.numpy().astype(np.float64) for v in vectors])
     weights = torch.linspace(-1, 2, K, dtype=torch.float64)
-    np.testing.assert_allclose(kernels.gramian(vectors)[0].numpy(), stack @ stack.T, rtol=1e-12, atol=1e-10)
-    actual = kernels.weighted_sum(vectors, weights)
+    products, zeros = kernels.gramian([vectors])
+    np.testing.assert_allclose(products.numpy(), stack @ stack.T, rtol=1e-12, atol=1e-10)
+    (actual,) = kernels.weighted_sum([vectors], weights, zeros)
     assert actual is vectors[0], "the first vector is overwritten"
     np.testing.assert_allclose(actual.numpy(), weights.numpy() @ stack, rtol=1e-7, atol=1e-15)
 
 
+@pytest.fixture
+def switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute on the CPU as on CUDA."""
+    monkeypatch.setattr(kernels, "runs_here", lambda *tensors: False)
+
+
+def products_in_float64(rows: list[list[torch.Tensor]]) -> np.ndarray:
+    """The Gram matrix by NumPy: (K, K)."""
+    tasks = [np.concatenate([v.double().numpy().ravel() for v in task]) for task in zip(*rows, strict=True)]
+    return np.array([[a @ b for b in tasks] for a in tasks])
+
+
+def cosines(products: np.ndarray) -> np.ndarray:
+    norms = np.sqrt(np.diag(products))
+    return products / np.outer(norms, norms)
+
+
+@pytest.mark.usefixtures("switched_off")
 @pytest.mark.parametrize(
     ("dtype", "rtol"), [(torch.float32, 1e-6), (torch.float64, 1e-12), (torch.bfloat16, 3e-2), (torch.float16, 4e-3)]
 )
 def test_gramian_and_weighted_sum_are_the_same_without_the_compiled_loops(
     dtype: torch.dtype, rtol: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    vectors = random_vectors(3, 2**20 + 5, dtype)  # more than one piece
-    compiled = [v.to(torch.float32, copy=True) for v in vectors]
-    weights = torch.tensor([1.5, -0.25, 2.0], dtype=torch.float64)
-    expected = kernels.gramian(compiled)[0], kernels.weighted_sum(compiled, weights)
-    monkeypatch.setattr(kernels, "runs_here", lambda *tensors: False)
-    actual = kernels.gramian(vectors)[0], kernels.weighted_sum(vectors, weights)
-    torch.testing.assert_close(actual[0], expected[0], rtol=1e-10, atol=1e-8)
-    torch.testing.assert_close(actual[1].float(), expected[1], rtol=rtol, atol=rtol)
-    assert actual[1] is vectors[0]
+    monkeypatch.setattr(kernels, "CHUNK", 2**16)
+    shapes = (70_001, 3, 0, 65_536, 50_000, 15_536)  # one is cut, and the last two fill a chunk exactly
+    rows = [[v.view(1, n) for v in random_vectors(3, n, dtype)] for n in shapes]
+    expected = products_in_float64(rows)
+    weights = [1.5, -0.25, 2.0]
+    sums = [sum(w * v.double() for w, v in zip(weights, row, strict=True)) for row in rows]
+    products, zeros = kernels.gramian(rows)
+    assert products.dtype == torch.float64
+    assert zeros == [None] * len(rows)
+    cosine, norm = (1e-13, 1e-13) if dtype == torch.float64 else (3e-8, 2e-6)
+    np.testing.assert_allclose(cosines(products.numpy()), cosines(expected), rtol=0, atol=cosine)
+    np.testing.assert_allclose(products.numpy().diagonal(), expected.diagonal(), rtol=norm)
+    combined = kernels.weighted_sum(rows, torch.tensor(weights, dtype=torch.float64), zeros)
+    for actual, wanted, row in zip(combined, sums, rows, strict=True):
+        torch.testing.assert_close(actual.double(), wanted, rtol=rtol, atol=rtol)
+        assert actual is row[0]
+
+
+@pytest.mark.usefixtures("switched_off")
+def test_gramian_without_the_compiled_loops_has_the_precision_of_float64_summation() -> None:
+    """Correlated gradients of 4 million elements and a mean: a plain float32 sum is wrong by far more than 1e-7."""
+    generator = torch.Generator().manual_seed(0)
+    g = torch.rand(2**22, generator=generator)
+    row = [g, 1e-3 * torch.randn(2**22, generator=generator) - g, torch.randn(2**22, generator=generator)]
+    np.testing.assert_allclose(
+        cosines(kernels.gramian([row])[0].numpy()), cosines(products_in_float64([row])), rtol=0, atol=1.2e-8
+    )
+
+
+@pytest.mark.usefixtures("switched_off")
+def test_gramian_never_uses_tf32_or_autocast_and_restores_the_users_setting() -> None:
+    class Watch(Count):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if "bmm" in str(func):
+                seen.append((torch.get_float32_matmul_precision(), args[0].dtype))
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    seen: list[tuple[str, torch.dtype]] = []
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("high")
+        with torch.autocast("cpu", torch.bfloat16), Watch():
+            kernels.gramian([random_vectors(2, 10)])
+        assert seen == [("highest", torch.float32)]
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_off_the_cpu_a_bert_base_needs_few_launches_and_no_number_from_the_device() -> None:
+    """On meta, reading a number fails. bert-base: 110 M weights in 199 tensors."""
+    with torch.device("meta"):
+        sizes = [p.numel() for p in BertModel(BertConfig()).parameters()]
+    rows = [[torch.empty(n, device="meta") for _ in range(3)] for n in sizes]
+    with Count() as count:
+        products, zeros = kernels.gramian(rows)
+    assert products.shape == (3, 3)
+    assert products.device.type == "meta"
+    assert count.ops["bmm"] == 7
+    assert sum(count.ops.values()) < 150, count.ops  # one product per tensor or million elements took 1,817
+    with Count() as count:
+        kernels.weighted_sum(rows, torch.ones(3, dtype=torch.float64), zeros)
+    on_device = {name: number for name, number in count.ops.items() if name.startswith("_foreach")}
+    assert on_device == {"_foreach_mul_": 1, "_foreach_add_": 2}
+    assert sum(count.ops.values()) <= 4, "and the weights, on the CPU"
 
 
 def test_gramian_accepts_strided_tensors_of_any_shape() -> None:
     x, y = torch.randn(40, 30), torch.randn(30, 40).t()
     assert not kernels.runs_here(x, y)
     expected = torch.tensor([[(a.double() * b.double()).sum() for b in (x, y)] for a in (x, y)])
-    torch.testing.assert_close(kernels.gramian([x, y])[0], expected)
-    torch.testing.assert_close(kernels.gramian([x, y.contiguous()])[0], expected)
+    products, zeros = kernels.gramian([[x, y]])
+    torch.testing.assert_close(products, expected, rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(kernels.gramian([[x, y.contiguous()]])[0], expected)
     total = x + 2 * y
-    torch.testing.assert_close(kernels.weighted_sum([x, y], torch.tensor([1.0, 2.0]).double()), total)
+    torch.testing.assert_close(kernels.weighted_sum([[x, y]], torch.tensor([1.0, 2.0]).double(), zeros), [total])
 
 
 def test_gramian_does_not_depend_on_the_number_of_threads() -> None:
@@ -223,27 +355,59 @@ def test_gramian_does_not_depend_on_the_number_of_threads() -> None:
     vectors, results = random_vectors(3, 300_001), []
     for threads in (1, 2):
         torch.set_num_threads(threads)
-        results.append(kernels.gramian(vectors)[0])
+        results.append(kernels.gramian([vectors])[0])
     torch.set_num_threads(before)
     assert torch.equal(*results)
 
 
+@pytest.fixture(params=["compiled", "torch"])
+def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the compiled loops, and as on CUDA."""
+    if request.param == "torch":
+        monkeypatch.setattr(kernels, "runs_here", lambda *tensors: False)
+
+
+@pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 def test_gramian_and_weighted_sum_propagate_infinities_and_nans(bad: float) -> None:
     vectors = random_vectors(2, 5000)
     vectors[1][4321] = bad
-    assert not kernels.gramian(vectors)[0][1, 1].isfinite()
-    assert not kernels.weighted_sum(vectors, torch.ones(2, dtype=torch.float64))[4321].isfinite()
+    products, zeros = kernels.gramian([vectors])
+    assert not products[1, 1].isfinite()
+    assert products[0, 0].isfinite()
+    (total,) = kernels.weighted_sum([vectors], torch.ones(2, dtype=torch.float64), zeros)
+    assert total.isfinite().sum() == 4999
+    assert not total[4321].isfinite()
 
 
-def test_gramian_and_weighted_sum_cover_the_whole_range_of_float32() -> None:
-    huge, tiny = torch.full((3000,), 3e38), torch.full((3000,), 1e-44)  # their squares are outside float32
-    expected = np.array([float(huge[0]), float(tiny[0])])
-    np.testing.assert_allclose(
-        kernels.gramian([huge, tiny])[0].numpy(), 3000 * np.outer(expected, expected), rtol=1e-12
-    )
-    actual = kernels.weighted_sum([huge, tiny], torch.tensor([1e-40, 1e44], dtype=torch.float64))
-    np.testing.assert_allclose(actual.numpy(), 1e-40 * expected[0] + 1e44 * expected[1], rtol=1e-6)
+@pytest.mark.usefixtures("either_way")
+@pytest.mark.parametrize("pair", [(3e38, 1e-44), (1e-44, 3e38), (1e30, 1e-30), (1.0, 1e-45), (3e38, 2e38)])
+def test_gramian_and_weighted_sum_cover_the_whole_range_of_float32(pair: tuple[float, float]) -> None:
+    vectors = [torch.full((3000,), value) for value in pair]  # the squares are outside float32
+    values = np.array([float(v[0]) for v in vectors])
+    products, zeros = kernels.gramian([vectors])
+    # equal numbers are the worst case of a float32 sum: its roundings all go the same way
+    np.testing.assert_allclose(products.numpy(), 3000 * np.outer(values, values), rtol=1e-5)
+    weights = np.array([0.5, -3.0]) / values  # up to 1e45
+    (actual,) = kernels.weighted_sum([vectors], torch.from_numpy(weights), zeros)
+    np.testing.assert_allclose(actual.numpy(), -2.5, rtol=1e-6)
+
+
+@pytest.mark.usefixtures("either_way")
+@pytest.mark.parametrize("weights", [(0.0, 1e39), (1e39, 0.0), (1e39, -1e39), (1e75, 1e75)])
+def test_weights_beyond_float32_are_applied_to_gradients_that_need_them(weights: tuple[float, float]) -> None:
+    tiny = [torch.tensor([1e-45, 3e-39, -5e-40]), torch.tensor([2e-43, -1e-39, 0.0])]
+    wanted = weights[0] * tiny[0].double() + weights[1] * tiny[1].double()
+    _, zeros = kernels.gramian([tiny])
+    (actual,) = kernels.weighted_sum([tiny], torch.tensor(weights, dtype=torch.float64), zeros)
+    torch.testing.assert_close(actual, wanted.float(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.usefixtures("either_way")
+def test_zero_gradients_have_a_gramian_of_zeros() -> None:
+    vectors = [torch.zeros(10), torch.ones(10)]
+    products, _ = kernels.gramian([vectors, [torch.zeros(0), torch.zeros(0)]])
+    assert products.tolist() == [[0, 0], [0, 10]]
 
 
 def test_blocks_that_are_zero_in_all_gradients_are_detected_and_skipped() -> None:
@@ -254,10 +418,10 @@ def test_blocks_that_are_zero_in_all_gradients_are_detected_and_skipped() -> Non
     weights = torch.tensor([3.0, -2.0], dtype=torch.float64)
     expected = 3 * rows[0] - 2 * rows[1]
     vectors = [row.clone() for row in rows]
-    _, zeros = kernels.gramian(vectors)
-    assert zeros.tolist() == [True, False, True, False, False, False]
-    torch.testing.assert_close(kernels.weighted_sum(vectors, weights, zeros), expected)
+    _, zeros = kernels.gramian([vectors])
+    assert zeros[0].tolist() == [True, False, True, False, False, False]
+    torch.testing.assert_close(kernels.weighted_sum([vectors], weights, zeros), [expected])
     touched = [torch.ones(5 * loops.BLOCK + 7), torch.zeros(5 * loops.BLOCK + 7)]
-    kernels.weighted_sum(touched, weights, zeros)
+    kernels.weighted_sum([touched], weights, zeros)
     assert (touched[0][: loops.BLOCK] == 1).all(), "a block marked as zero is not touched"
     assert (touched[0][loops.BLOCK : 2 * loops.BLOCK] == 3).all()

@@ -1,6 +1,7 @@
 """AdamW against the handout's pseudo-code in float64 and against torch; groups, schedules, resuming; averages."""
 
 import argparse
+import copy
 import itertools
 import math
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from conftest import run_script
 from make_references import adamw
+from test_kernels import Count
 
 import kernels
 import optimizer
@@ -60,6 +62,108 @@ def test_adamw_follows_the_handouts_pseudo_code(route: str, weight_decay: float,
         p.grad = torch.tensor(g, dtype=torch.float32)
         ours.step()
     np.testing.assert_allclose(p.detach().numpy(), expected, atol=3e-6, rtol=2e-6)
+
+
+@pytest.mark.parametrize("correct_bias", [True, False])
+def test_a_tiny_decay_is_not_lost_to_rounding(route: str, correct_bias: bool) -> None:
+    """At lr 1e-5 and decay 0.01, a step decays by 1e-7, about one float32 rounding error of the weight itself."""
+    start = np.random.default_rng(0).normal(size=500).astype(np.float32).astype(np.float64)
+    gradients = [g.astype(np.float32) for g in random_gradients(start.shape, 1000)]
+    fixed = [lambda _, g=g: g.astype(np.float64) for g in gradients]
+    expected, without = (adamw(start, fixed, 1e-5, decay, correct_bias) for decay in (0.01, 0.0))
+    p = torch.nn.Parameter(torch.tensor(start, dtype=torch.float32))
+    ours = AdamW([p], lr=1e-5, weight_decay=0.01, correct_bias=correct_bias)
+    for g in gradients:
+        p.grad = torch.from_numpy(g)
+        ours.step()
+    error = p.detach().numpy() - expected
+    assert np.abs(error).max() < 1e-5 < np.abs(expected - without).max() / 10
+    assert abs(np.mean(error * np.sign(start))) < 0.005 * np.mean(np.abs(expected - without))
+
+
+@pytest.mark.parametrize(("lr", "weight_decay"), [(0.0, 0.5), (1.0, 1.0), (2.0, 0.75)])
+def test_adamw_without_a_rate_or_with_a_decay_of_everything(route: str, lr: float, weight_decay: float) -> None:
+    start = np.linspace(-2.0, 2.0, 9)
+    gradients = random_gradients(start.shape, 3)
+    expected = adamw(start, [lambda _, g=g: g for g in gradients], lr, weight_decay, True)
+    p = torch.nn.Parameter(torch.tensor(start, dtype=torch.float32))
+    ours = AdamW([p], lr=lr, weight_decay=weight_decay)
+    for g in gradients:
+        p.grad = torch.tensor(g, dtype=torch.float32)
+        ours.step()
+    np.testing.assert_allclose(p.detach().numpy(), expected, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("strided", ["weight", "gradient", "both"])
+def test_adamw_updates_transposed_weights_and_gradients(route: str, strided: str, dtype: torch.dtype) -> None:
+    start = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)).to(dtype)
+    p = torch.nn.Parameter(start.t().contiguous().t() if strided != "gradient" else start.clone())
+    q = torch.nn.Parameter(start.clone())
+    pair = [AdamW([x], lr=1e-2, weight_decay=0.1) for x in (p, q)]
+    for step in range(3):
+        q.grad = torch.randn(6, 4, generator=torch.Generator().manual_seed(step)).to(dtype)
+        p.grad = q.grad.t().contiguous().t() if strided != "weight" else q.grad.clone()
+        for update in pair:
+            update.step()
+    torch.testing.assert_close(p, q, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("weight_decay", "calls"), [(0.0, 1), (0.01, 3)])
+def test_off_the_cpu_adamw_is_one_pass_over_memory_and_three_with_decay(weight_decay: float, calls: int) -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(3, n, device="meta")) for n in range(1, 41)]
+    update = AdamW(parameters, lr=1e-3, weight_decay=weight_decay)
+    for _ in range(2):  # the first step makes the state
+        for p in parameters:
+            p.grad = torch.ones_like(p)
+        with Count() as count:
+            update.step()
+    assert count.ops.pop("full") == 1, "the step count"
+    assert sum(count.ops.values()) == calls, count.ops
+    assert count.ops["_fused_adamw_"] == 1
+    assert {type(state["step"]) for state in update.state.values()} == {int}
+    assert {tuple(state) for state in update.state.values()} == {("step", "m", "v")}
+
+
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS.keys() - {"adafactor"}))  # its help says that it waits for a GPU
+def test_an_optimizer_reads_nothing_from_the_device_also_after_it_is_resumed(name: str) -> None:
+    """On meta, reading a number fails; on CUDA it would wait."""
+    parameters = [torch.nn.Parameter(torch.zeros(3, n, device="meta")) for n in range(1, 5)]
+
+    def step(update: torch.optim.Optimizer) -> None:
+        for p in parameters:
+            p.grad = torch.ones_like(p)
+        update.step()
+
+    first, resumed = (OPTIMIZERS[name]([{"params": parameters, "lr": 0.1, "weight_decay": 0.1}]) for _ in range(2))
+    step(first)
+    resumed.load_state_dict(copy.deepcopy(first.state_dict()))
+    for update in (first, resumed):
+        step(update)
+    if name == "nadam":
+        products = [[state["mu_product"].item() for state in update.state.values()] for update in (first, resumed)]
+        assert products[0] == products[1], "the product goes on"
+        assert 0 < products[0][0] < 1
+
+
+def test_the_help_says_that_adafactor_waits_for_a_gpu_twice_per_parameter() -> None:
+    class Reads(Count):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if "_local_scalar" in str(func) and args[0].grad_fn is None and "step" not in str(func):
+                sizes.append(args[0].data_ptr() in steps)
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    sizes: list[bool] = []
+    parameters = [torch.nn.Parameter(torch.ones(3, n)) for n in range(1, 5)]
+    update = OPTIMIZERS["adafactor"]([{"params": parameters, "lr": 0.1}])
+    for _ in range(2):
+        for p in parameters:
+            p.grad = torch.ones_like(p)
+        steps = {state["step"].data_ptr() for state in update.state.values()}  # on the CPU
+        sizes.clear()
+        with Reads():
+            update.step()
+    assert sizes.count(False) == 2 * len(parameters)
 
 
 def test_adamw_equals_torchs_at_zero_decay(route: str) -> None:

@@ -9,6 +9,8 @@ import pytest
 import torch
 import torchjd.aggregation as torchjd
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import kernels
 import pcgrad
@@ -355,6 +357,45 @@ def test_float32_in_the_compiled_loops_and_float64_in_torch_agree(name: str) -> 
         combiner.write_gradients()
         results.append(flat(model.shared))
     np.testing.assert_allclose(*results, rtol=1e-3, atol=1e-5)
+
+
+@every_surgery
+def test_the_combined_gradients_are_the_same_without_the_compiled_loops(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = []
+    for runs_here in (kernels.runs_here, lambda *tensors: False):
+        monkeypatch.setattr(kernels, "runs_here", runs_here)
+        model = Model()
+        combiner = GradientCombiner(model.shared, method(name))
+        for task in "abc":
+            combiner.backward(task, model.loss(task))
+        combiner.write_gradients()
+        results.append((flat(model.shared), combiner.means()))
+        assert [p.grad is None for p in model.shared] == [False] * 6 + [True] * 2
+    np.testing.assert_allclose(results[0][0], results[1][0], rtol=1e-5, atol=1e-6)
+    assert results[0][1] == pytest.approx(results[1][1], abs=1e-6)
+
+
+def test_the_gram_matrix_leaves_a_gpu_in_one_transfer() -> None:
+    """With fake CUDA tensors, which know their device but have no memory; some tasks have no gradient."""
+
+    class Transfers(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **kwargs or {})
+            devices = {x.device.type for x in (*args, out) if isinstance(x, Tensor)}
+            if devices == {"cpu", "cuda"} or "_local_scalar" in str(func):
+                seen.append(func._overloadpacket.__name__)
+            return out
+
+    seen: list[str] = []
+    with FakeTensorMode():
+        gradient = torch.empty(50, 3, device="cuda")
+        rows = [(gradient,) * 3, (gradient, None, gradient), (None, None, None), (None, None, gradient)] * 5
+        with Transfers():
+            gramian, _ = pcgrad.gram_matrix(rows, 3)
+    assert gramian.device.type == "cpu"
+    assert len(seen) == 1, seen
 
 
 @pytest.mark.parametrize("name", ["pcgrad", "mgda"])
