@@ -6,6 +6,7 @@ operations that torch dispatches.
 
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 from conftest import run_script
 from test_multitask import FP32, run_multitask, same
-from test_training import Bench, Start, bench, interrupted_at, weights_of  # noqa: F401 (bench is a fixture)
+from test_training import Bench, Start, interrupted_at, weights_of
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -34,18 +35,24 @@ TUNED = ["--option", "finetune", "--lr", "1e-3"]
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+
+@pytest.fixture
+def bench(tiny_checkpoint: Path) -> Start:
+    return partial(Bench, tiny_checkpoint)
+
+
 # --- why there is no GPU ----------------------------------------------------------------------------------------------
 
 REASONS = {
     "no GPU": (("2.13.0", "13.0", None), "--use_gpu needs a CUDA device, found none: `nvidia-smi` finds no driver. "),
     "no GPU and a CPU build": (
         ("2.13.0+cpu", None, None),
-        "found none: `nvidia-smi` finds no driver, and torch 2.13.0+cpu is a build for the CPU only. Leave the flag out.",
+        "found none: `nvidia-smi` finds no driver, and torch 2.13.0+cpu is a build for the CPU only. Leave the flag",
     ),
     "a CPU build": (
         ("2.13.0+cpu", None, "580.65.06"),
-        "needs a torch built for CUDA, found torch 2.13.0+cpu, a build for the CPU only (driver 580.65.06). Run `source "
-        "setup.sh` in a new environment, or leave",
+        "needs a torch built for CUDA, found torch 2.13.0+cpu, a build for the CPU only (driver 580.65.06). Run "
+        "`source setup.sh` in a new environment, or leave",
     ),
     "an old driver": (
         ("2.13.0", "13.0", "550.54.15"),
@@ -236,10 +243,7 @@ def test_a_run_can_be_resumed_on_another_device(
 ):
     FakeGenerator(monkeypatch)
     run = Run(tmp_path)
-    one, other = (
-        bench("--averager", "ema", "--regularizer", "bregman"),
-        bench("--averager", "ema", "--regularizer", "bregman"),
-    )
+    one, other = (bench("--averager", "ema", "--regularizer", "bregman") for _ in range(2))
     after = one.after([one.draw(0, 1, 2)])
     one.trainer.precision.device, other.trainer.precision.device = start, end  # the tensors stay on the CPU
     save_progress(one.trainer, training.Progress(epoch=1), run)
@@ -262,9 +266,7 @@ def test_a_run_can_be_resumed_in_another_precision(
 
 # --- out of memory ----------------------------------------------------------------------------------------------------
 
-FULL = (
-    "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 15.77 GiB.\nSee the documentation."
-)
+FULL = "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 15.77 GiB.\nSee there."
 
 
 @pytest.mark.parametrize("where", ["load_state_dict", "update"])
@@ -346,7 +348,7 @@ def test_a_step_casts_every_weight_once_for_all_batches(case: str, bench: Start)
 
 @pytest.mark.parametrize("case", REGIONS)
 def test_one_region_for_the_step_gives_the_gradients_of_a_region_for_every_batch(case: str, bench: Start):
-    """The regularizer of the teacher has a pass without gradients, whose casts must not be those of the live weights."""
+    """Bregman's teacher makes a pass without gradients, whose casts must not serve the live weights."""
     one, other = (bench("--precision", "bf16", *REGIONS[case], dropout=True) for _ in range(2))
     found: dict[str, Tensor] = {}
 
@@ -466,7 +468,7 @@ def test_copies_to_a_gpu_are_pinned_and_do_not_block(bench: Start, monkeypatch: 
 def test_drawing_batches_ahead_changes_no_random_number(
     tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    flags = [*TUNED, "--epochs", 2, "--combiner", "pcgrad", "--regularizer", "smart", "--sampler", "annealed"]
+    flags = [*TUNED, "--epochs", 2, "--combiner", "pcgrad", "--regularizer", "smart", "--accumulate", 2]
     plain = run_multitask(tmp_path / "plain", tiny_checkpoint, *flags)
     monkeypatch.setattr(training, "ahead", lambda steps, device: ahead(list(steps), device))
     assert same(run_multitask(tmp_path / "ahead", tiny_checkpoint, *flags).weights(), plain.weights())
