@@ -23,9 +23,11 @@ from torch import Tensor
 import utils
 from bert import BertModel
 from config import BertConfig
+from datasets import Split
 from evaluation import predict
 from optimizer import AdamW
 from pcgrad import GradientCombiner, Method
+from readers import Examples
 from tasks import TASKS, Batch, Encoded
 from tokenizer import BertTokenizer
 from training import EpochRecord, Progress, Run, load_progress, save_progress
@@ -65,10 +67,7 @@ def test_logits_are_those_of_the_cpu(task: str, attention: str, bench: Start):
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
 
 
-def split_of(one: Bench) -> object:
-    from datasets import Split
-    from readers import Examples
-
+def split_of(one: Bench) -> Split:
     texts = [f"sentence {i} is {'good ' * (i % 7)}" for i in range(20)]
     examples = Examples(TASKS["sst"], list(map(str, range(20))), (texts,), [i % 5 for i in range(20)])
     return Split.tokenize(examples, one.tokenizer)
@@ -169,14 +168,7 @@ COMBINATIONS = {
     "the same on joined pairs": [*ALL, "--precision", HALF, "--pairing", "cross"],
     "bigru": ["--pooling", "bigru", "--precision", HALF],
     "pal in half precision": ["--adapter", "pal", "--precision", HALF],
-    "contrastive losses in half precision": [
-        "--sts_loss",
-        "mse+cosent",
-        "--para_loss",
-        "bce+mnrl",
-        "--precision",
-        HALF,
-    ],
+    "contrastive losses": ["--sts_loss", "mse+cosent", "--para_loss", "bce+mnrl", "--precision", HALF],
     "nadam": ["--optimizer", "nadam"],
     "adafactor": ["--optimizer", "adafactor", "--precision", HALF],
     "compiled, smart": ["--compile", "--regularizer", "smart"],
@@ -331,15 +323,15 @@ def test_the_peak_of_memory_is_that_of_the_formula(
 
 
 @pytest.fixture(scope="module")
-def figures() -> Iterator[dict[str, str]]:
-    """What was measured; printed at the end."""
-    yield (found := {})
-    width = max(map(len, found), default=0)
+def figures(request: pytest.FixtureRequest) -> Iterator[dict[str, str]]:
+    """What was measured, by name; printed as a table at the end."""
+    found: dict[str, str] = {}
+    yield found
     name = torch.cuda.get_device_name() if ON_GPU else "CPU, tiny model: shows only that the tests run"
-    print(f"\n\n{name} | torch {torch.__version__} | CUDA {torch.version.cuda} | driver {utils.driver_version()}")
-    print(
-        "\n".join([f"| {'measured':{width}} | |", "|---|---|", *(f"| {k:{width}} | {v} |" for k, v in found.items())])
-    )
+    lines = [f"{name} | torch {torch.__version__} | CUDA {torch.version.cuda} | driver {utils.driver_version()}"]
+    lines += ["", "| measured | |", "|---|---|", *(f"| {key} | {value} |" for key, value in found.items())]
+    with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+        print("\n\n" + "\n".join(lines))
 
 
 def wait() -> None:
