@@ -131,7 +131,7 @@ def parser() -> ArgumentParser:
         "classifier.py",
         "Part 1: train sentiment classifiers on SST and CFIMDB, and write their predictions.",
         "python classifier.py @recipes/classifier-quickstart.txt",
-        "python classifier.py --option finetune --lr 1e-5 --use_gpu",
+        "python classifier.py --option finetune --lr 1e-5 --use_gpu --precision fp16",
         usage="[@recipes/FILE.txt] [flags; later ones win]",
         sections=("most used", "the model", "optimization", "time and memory", "files"),
     )

@@ -56,7 +56,7 @@ def parser() -> ArgumentParser:
         "Part 2: train one BERT for sentiment (sst), paraphrase (para) and similarity (sts), and write predictions. "
         "TASK in a flag stands for a task's name, as in --sst_head.",
         "python multitask_classifier.py @recipes/quickstart.txt",
-        "python multitask_classifier.py @recipes/best.txt --data data --use_gpu --name mine",
+        "python multitask_classifier.py @recipes/best.txt --data data --use_gpu --precision fp16",
         usage="[@recipes/FILE.txt] [flags; later ones win]",
         sections=SECTIONS,
     )
