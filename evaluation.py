@@ -42,7 +42,7 @@ def _in_file_order(
 ) -> tuple[Tensor, ...]:
     """Compute tensors (B, ...) for all rows, batch by batch; return them on the CPU in the order of the file.
 
-    They stay on the device until the end: one copy for all batches, and the GPU never waits for the CPU.
+    They stay on the device until the end: one copy for all batches, so that no batch waits for the one before it.
     """
     batches = sorted_rows(split.lengths, batch_size)
     results = []

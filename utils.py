@@ -112,10 +112,12 @@ def why_no_gpu(torch_version: str, cuda: str | None, driver: str | None) -> str:
             f"{driver}). Run `source setup.sh` in a new environment, or leave the flag out."
         )
     oldest = OLDEST_DRIVERS.get(cuda.split(".")[0], 0)
-    if int(driver.split(".")[0]) < oldest:
+    major = int(driver.split(".")[0])
+    if major < oldest:
+        other = "Run `source setup.sh`, which installs a torch for this driver, or update"
         return (
             f"--use_gpu: torch {torch_version} is built for CUDA {cuda}, which needs NVIDIA driver {oldest} or later, "
-            f"found {driver}. Run `source setup.sh`, which installs a torch for this driver, or update the driver."
+            f"found {driver}. {other if major >= min(OLDEST_DRIVERS.values()) else 'Update'} the driver."
         )
     return (
         f"--use_gpu needs a CUDA device, found none that torch {torch_version} (CUDA {cuda}) can use with driver "
@@ -143,7 +145,7 @@ def check_precision(precision: str, capability: tuple[int, int], gpu: str) -> No
 
 
 def matmul_precision(precision: str, capability: tuple[int, int], deterministic: bool) -> str:
-    """ "high" (TF32: float32 products with 10 bits of mantissa) in fp32 on a GPU that has it, unless deterministic."""
+    """Return torch's name of TF32, products with a mantissa of 10 bits, for fp32 on a GPU that has it."""
     return "high" if precision == "fp32" and capability >= TF32_CAPABILITY and not deterministic else "highest"
 
 

@@ -59,7 +59,10 @@ REASONS = {
         "torch 2.13.0 is built for CUDA 13.0, which needs NVIDIA driver 580 or later, found 550.54.15. Run `source "
         "setup.sh`, which installs a torch for this driver, or update the driver.",
     ),
-    "a very old driver": (("2.10.0", "12.8", "470.57.02"), "needs NVIDIA driver 525 or later, found 470.57.02."),
+    "a very old driver": (
+        ("2.10.0", "12.8", "470.57.02"),
+        "needs NVIDIA driver 525 or later, found 470.57.02. Update the",
+    ),
     "a driver that fits": (
         ("2.13.0", "13.0", "580.65.06"),
         "found none that torch 2.13.0 (CUDA 13.0) can use with driver 580.65.06. Check CUDA_VISIBLE_DEVICES",
@@ -344,6 +347,16 @@ def test_a_step_casts_every_weight_once_for_all_batches(case: str, bench: Start)
         one.trainer.update(step, EpochRecord(), 1)
     assert {"bert.bert_layers.0.interm_dense.weight", "bert.pooler_dense.bias"} <= counted.casts.keys()
     assert set(counted.casts.values()) == {1}, counted.casts.most_common(3)
+
+
+def test_backward_passes_run_in_the_thread_of_the_region(bench: Start):
+    """A recomputed layer is a region, too; the end of a thread's outermost region drops the casts of all threads."""
+    one, seen = bench("--tasks", "sst", "--checkpoint_activations"), []
+    weight = one.model.bert.pooler_dense.weight
+    weight.register_hook(lambda gradient: seen.append(torch._C._is_multithreading_enabled()))
+    one.after([one.draw(0, 1)])
+    assert seen == [False]
+    assert torch._C._is_multithreading_enabled()
 
 
 @pytest.mark.parametrize("case", REGIONS)

@@ -17,6 +17,7 @@ import pytest
 import torch
 from conftest import run_script, write_task_files
 from safetensors.torch import load_file
+from test_machine import REGIONS, Operations
 from test_training import Bench, Start, assert_close, same, weights_of
 from torch import Tensor
 
@@ -239,6 +240,15 @@ def test_deterministic_training_gives_the_same_bits_twice(tiny_checkpoint: Path,
 
 
 # --- waiting, memory and speed, with bert-base ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", REGIONS)
+def test_a_step_casts_every_weight_once_for_all_batches(case: str, bench: Start):
+    one = bench("--precision", HALF, *REGIONS[case], dropout=True)
+    step = [one.draw(0, 1, 2), one.draw(3, 4)]
+    with Operations(dict(one.model.named_parameters())) as counted:
+        one.trainer.update(step, EpochRecord(), 1)
+    assert set(counted.casts.values()) == {1}, counted.casts.most_common(3)
 
 
 @needs_gpu
