@@ -146,8 +146,8 @@ class Trainer:
 
     def update(self, step: Step, record: EpochRecord, number: int) -> None:
         """One optimizer step, the epoch's `number`-th; its batches are on the device."""
-        # One region for all batches, so that each weight is cast once. Backward passes run in this thread: on a GPU they
-        # have their own, in which a recomputed layer would be a whole region and drop all casts at its end.
+        # One region for all batches, so that each weight is cast once. Backward passes run in this thread: in the one
+        # that a GPU has for them, a recomputed layer would be a region of its own, which drops all casts at its end.
         with self.precision.autocast(), torch.autograd.set_multithreading_enabled(False):
             for batch in itertools.chain.from_iterable(step):
                 output = self.model.predict(batch)

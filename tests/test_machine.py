@@ -61,7 +61,7 @@ REASONS = {
     ),
     "a very old driver": (
         ("2.10.0", "12.8", "470.57.02"),
-        "needs NVIDIA driver 525 or later, found 470.57.02. Update the",
+        "driver 525 or later, found 470.57.02. Update the driver.",
     ),
     "a driver that fits": (
         ("2.13.0", "13.0", "580.65.06"),
@@ -471,7 +471,7 @@ def test_copies_to_a_gpu_are_pinned_and_do_not_block(bench: Start, monkeypatch: 
     monkeypatch.setattr(Tensor, "pin_memory", lambda t: pinned.append(t.clone()) or pinned[-1])
     monkeypatch.setattr(Tensor, "to", moving)
     batch.to(CUDA)
-    assert len(pinned) == 7  # ids, mask and segments of two sentences, and the labels
+    assert len(pinned) == 9  # ids, mask, segments and text hashes of two sentences, and the labels
     assert moved == [(tensor.data_ptr(), CUDA, True) for tensor in pinned]
     pinned.clear()
     assert batch.to(CPU).labels is batch.labels
