@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-PACKAGES = ("torch", "numpy", "numba", "tokenizers")  # a run records their versions
+PACKAGES = ("numpy", "numba", "tokenizers")  # a run records their versions, and torch's
 
 # --- errors and messages ----------------------------------------------------------------------------------------------
 
@@ -292,7 +292,8 @@ class Run:
         facts = {
             "args": _as_json(vars(args)),
             "command": sys.argv,
-            "versions": {"python": platform.python_version()} | {p: version(p) for p in PACKAGES},
+            "versions": {"python": platform.python_version(), "torch": str(torch.__version__)}  # with its build
+            | {package: version(package) for package in PACKAGES},
             "commit": _commit(),
             "data_sha256": hashes,
         }
