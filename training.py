@@ -145,11 +145,12 @@ class Trainer:
     targets: Mapping[str, Target] = field(default_factory=dict)  # what the tasks predict, to score the training pass
 
     def update(self, step: Step, record: EpochRecord, number: int) -> None:
-        """One optimizer step, the epoch's `number`-th; its batches are on the device."""
+        """One optimizer step, the epoch's `number`-th."""
         # One region for all batches, so that each weight is cast once. Backward passes run in this thread: in the one
         # that a GPU has for them, a recomputed layer would be a region of its own, which drops all casts at its end.
         with self.precision.autocast(), torch.autograd.set_multithreading_enabled(False):
             for batch in itertools.chain.from_iterable(step):
+                batch = batch.to(self.precision.device)  # in an epoch it is there already
                 output = self.model.predict(batch)
                 loss = self.objectives[batch.task](output, batch)
                 penalty = self.regularizer(self.model, batch, output)
