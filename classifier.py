@@ -131,7 +131,7 @@ def parser() -> ArgumentParser:
         "classifier.py",
         "Part 1: train sentiment classifiers on SST and CFIMDB, and write their predictions.",
         "python classifier.py @recipes/classifier-quickstart.txt",
-        "python classifier.py --option finetune --lr 1e-5 --use_gpu",
+        "python classifier.py --option finetune --lr 1e-5 --use_gpu --precision fp16",
         usage="[@recipes/FILE.txt] [flags; later ones win]",
         sections=("most used", "the model", "optimization", "time and memory", "files"),
     )
@@ -170,7 +170,7 @@ def get_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     args = get_args()
-    device = choose_device(args.use_gpu)
+    device = choose_device(args.use_gpu, args.precision, args.deterministic)
     tokenizer = BertTokenizer.from_pretrained(args.model, max_length=args.max_length)
     splits = {name: load_splits(PART_1_TASKS[name], args, tokenizer) for name in dict.fromkeys(args.tasks)}
     BertModel.from_pretrained(args.model, keep_layers=args.keep_layers)  # fails now rather than after the first task

@@ -228,7 +228,7 @@ def soup(args: argparse.Namespace, members: list[Member]) -> Ensemble:
     and each task's own head.
     """
     flags = flags_of_soup(args, members)
-    precision = Precision(flags.precision, choose_device(args.use_gpu))
+    precision = Precision(flags.precision, choose_device(args.use_gpu, flags.precision))
     tokenizer = multitask_build.build_tokenizer(flags)
     other_tasks = (part for name in TASKS if name not in flags.tasks for part in MultitaskBERT.parts_of(name))
     left_out = (*MultitaskBERT.TRAINING_ONLY, *other_tasks)

@@ -40,14 +40,17 @@ class Predictor(Protocol):
 def _in_file_order(
     compute: Callable[[Batch], Iterable[Tensor]], split: Split, batch_size: int, precision: Precision, label: str
 ) -> tuple[Tensor, ...]:
-    """Compute tensors (B, ...) for all rows, batch by batch; gather them on the CPU in the order of the file."""
+    """Compute tensors (B, ...) for all rows, batch by batch; return them on the CPU in the order of the file.
+
+    They stay on the device until the end: one copy for all batches, so that no batch waits for the one before it.
+    """
     batches = sorted_rows(split.lengths, batch_size)
     results = []
-    for rows in tqdm(batches, desc=label, leave=False, disable=None):
-        with precision.autocast():
-            results.append(tuple(t.float().cpu() for t in compute(split.batch(rows).to(precision.device))))
+    with precision.autocast():  # one region for all batches, so that each weight is cast once
+        for rows in tqdm(batches, desc=label, leave=False, disable=None):
+            results.append(tuple(compute(split.batch(rows).to(precision.device))))
     order = torch.cat(batches).argsort()
-    return tuple(torch.cat(parts)[order] for parts in zip(*results, strict=True))
+    return tuple(torch.cat(parts).float().cpu()[order] for parts in zip(*results, strict=True))
 
 
 def predict(model: Predictor, split: Split, batch_size: int, precision: Precision) -> Predictions:

@@ -85,7 +85,7 @@ def train(args: argparse.Namespace, on_epoch: OnEpoch = lambda epoch, scores: No
     """Train with complete flags."""
     multitask_flags.validate(args)
     args.pos_tagger = pos.available_tagger(args)
-    precision = Precision(args.precision, choose_device(args.use_gpu))
+    precision = Precision(args.precision, choose_device(args.use_gpu, args.precision, args.deterministic))
     tokenizer = multitask_build.build_tokenizer(args)
     splits = load_splits(args, tokenizer, multitask_flags.SPLITS)  # test too: mistakes in it show before training
     for name, path in multitask_flags.teacher_files(args).items():
@@ -162,7 +162,7 @@ def test_multitask(args: argparse.Namespace) -> None:
             "--predict_train: logits are looked up by id, which must be unique in the training files, but the run has "
             "--repeated_ids. Give every row its own id, and train without the flag."
         )
-    precision = Precision(args.precision, choose_device(args.use_gpu))
+    precision = Precision(args.precision, choose_device(args.use_gpu, args.precision, args.deterministic))
     run = Run.reopen(args.runs / args.name)
     network = multitask_build.build_model(args).to(precision.device)
     restore_best(network, run)

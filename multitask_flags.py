@@ -56,7 +56,7 @@ def parser() -> ArgumentParser:
         "Part 2: train one BERT for sentiment (sst), paraphrase (para) and similarity (sts), and write predictions. "
         "TASK in a flag stands for a task's name, as in --sst_head.",
         "python multitask_classifier.py @recipes/quickstart.txt",
-        "python multitask_classifier.py @recipes/best.txt --data data --use_gpu --name mine",
+        "python multitask_classifier.py @recipes/best.txt --data data --use_gpu --precision fp16",
         usage="[@recipes/FILE.txt] [flags; later ones win]",
         sections=SECTIONS,
     )
@@ -224,7 +224,8 @@ def with_defaults(config: Any) -> argparse.Namespace:
 
 
 # Flags that have an effect when a trained run predicts; all others were decided by its training.
-PREDICTION_FLAGS = {"data", "predictions", "strict_data", "repeated_ids", "use_gpu", "eval_batch_size", "precision"}
+PREDICTION_FLAGS = {"data", "predictions", "strict_data", "repeated_ids", "eval_batch_size"}
+PREDICTION_FLAGS |= shared_flags.OF_THE_MACHINE
 PREDICTION_FLAGS |= {"attention", "symmetric", "max_length", "pos_cache", "predict_only", "predict_train", "run"}
 PREDICTION_FLAGS |= {"model", "fine_tune_mode"}  # the checkpoint may have moved; the other follows from --option
 
@@ -275,8 +276,8 @@ def of_run(folder: Path, argv: list[str] | None = None) -> argparse.Namespace:
 
 
 # Flags that may differ between the start of a run and --resume; head, pooling and pairing are compared task by task.
-MAY_DIFFER = {"resume", "runs", "fine_tune_mode", "use_gpu", "eval_batch_size", "predict_only", "run", "pos_cache"}
-MAY_DIFFER |= {"head", "pooling", "pairing"}
+MAY_DIFFER = {"resume", "runs", "fine_tune_mode", "eval_batch_size", "predict_only", "run", "pos_cache"}
+MAY_DIFFER |= {"head", "pooling", "pairing"} | shared_flags.OF_THE_MACHINE
 
 
 def open_run(args: argparse.Namespace) -> Run:

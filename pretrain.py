@@ -212,14 +212,14 @@ def measure(model: PretrainingBERT, name: str, source: Source, precision: Precis
     total = -(-len(source) // HELD_OUT_BATCH)
     with torch.random.fork_rng([precision.device] if precision.device.type == "cuda" else []):
         torch.manual_seed(HELD_OUT_SEED)
-        for batch in tqdm(batches, desc=f"held out {name}", total=total, leave=False, disable=None):
-            batch = batch.to(precision.device)
-            with precision.autocast():
+        with precision.autocast():  # one region for all batches, so that each weight is cast once
+            for batch in tqdm(batches, desc=f"held out {name}", total=total, leave=False, disable=None):
+                batch = batch.to(precision.device)
                 output = model.predict(batch)
-            loss += summed_loss(output, batch).item()
-            correct += (output.logits.argmax(dim=1) == targets(batch)).sum().item()
-            count += len(output.logits)
-    return loss / count, correct / count
+                loss += summed_loss(output, batch).double()  # stays on the device until all batches are done
+                correct += (output.logits.argmax(dim=1) == targets(batch)).sum()
+                count += len(output.logits)
+    return float(loss) / count, float(correct) / count
 
 
 # --- data -------------------------------------------------------------------------------------------------------------
@@ -312,7 +312,7 @@ def build_model(args: argparse.Namespace, precision: Precision) -> PretrainingBE
     return model.to(precision.device)
 
 
-MAY_DIFFER = {"resume", "runs", "use_gpu"}  # between the start of a run and --resume
+MAY_DIFFER = {"resume", "runs"} | shared_flags.OF_THE_MACHINE  # between the start of a run and --resume
 
 
 def open_run(args: argparse.Namespace) -> Run:
@@ -340,7 +340,7 @@ def build_trainer(args: argparse.Namespace, model: PretrainingBERT, precision: P
 def pretrain(args: argparse.Namespace) -> dict[str, float]:
     """Train, keep the best epoch by the held-out loss, and return its held-out figures."""
     weights = parse_objectives(args.objective)
-    precision = Precision(args.precision, choose_device(args.use_gpu))
+    precision = Precision(args.precision, choose_device(args.use_gpu, args.precision, args.deterministic))
     sources = build_sources(args, BertTokenizer.from_pretrained(args.model, max_length=args.max_length))
     seed_everything(args.seed)
     model = build_model(args, precision)

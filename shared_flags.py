@@ -8,6 +8,7 @@ from bert import ATTENTIONS
 from flags import ALWAYS, ENCODER_TRAINS, ArgumentParser, Switch, number
 from utils import InputError, Precision
 
+OF_THE_MACHINE = {"use_gpu", "precision", "deterministic"}  # flags that may change when a run is resumed
 FINE_TUNE_MODES = {"last-linear-layer": "pretrain", "full-model": "finetune"}  # later handouts' values, for --option
 
 
@@ -38,6 +39,8 @@ def add_most_used(parser: ArgumentParser, epochs: int) -> None:
     add("--use_gpu", action=Switch, needs=ALWAYS, help="train on CUDA")
     add("--precision", choices=sorted(Precision.DTYPES), default="fp32", needs=ALWAYS,
         help="fp32, or mixed precision; a T4 has no bf16, use fp16 there")  # fmt: skip
+    parser.section("time and memory")("--deterministic", action=Switch, needs=ALWAYS,
+        help="the same bits again on the same GPU, at some cost in time; a CPU gives them anyway")  # fmt: skip
     add("--name", needs=ALWAYS, help="name of the run (default: made from the time)")
 
 

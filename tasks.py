@@ -82,7 +82,11 @@ class Batch:
     teacher: Tensor | None = None  # (B, C), another model's logits to learn from
 
     def to(self, device: torch.device) -> Self:
+        """The batch on a device. A copy to a GPU starts from pinned memory, so that nothing waits for it."""
+
         def move(tensor: Tensor | None) -> Tensor | None:
+            if tensor is not None and device.type == "cuda" and tensor.device.type == "cpu":
+                tensor = tensor.pin_memory()
             return None if tensor is None else tensor.to(device, non_blocking=True)
 
         return dataclasses.replace(

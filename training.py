@@ -21,6 +21,7 @@ import math
 import operator
 import pickle
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
@@ -50,7 +51,7 @@ from utils import (
 )
 
 Step = Sequence[Sequence[Batch]]  # one update: one or more draws, each with a batch of one or more tasks
-CHECK_EVERY = 20  # steps between checks of the losses: each check waits for the GPU
+CHECK_EVERY = 20  # steps between checks of the losses: each check waits once for the GPU
 Item = TypeVar("Item")
 
 
@@ -59,6 +60,20 @@ def grouped(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
     iterator = iter(items)
     while group := list(itertools.islice(iterator, size)):
         yield group
+
+
+def ahead(steps: Iterable[Step], device: torch.device) -> Iterator[Step]:
+    """The steps with their batches on the device.
+
+    On a GPU, the next step's batches are copied before this step is computed, so that the GPU need not wait for them.
+    """
+    lead = 0 if device.type == "cpu" else 1
+    waiting: deque[Step] = deque()
+    for step in steps:
+        waiting.append([[batch.to(device) for batch in draw] for draw in step])
+        if len(waiting) > lead:
+            yield waiting.popleft()
+    yield from waiting
 
 
 @dataclass
@@ -80,14 +95,15 @@ class EpochRecord:
             entries += [(self.values, values), (self.labels, batch.labels)]
         for table, tensor in entries:
             table.setdefault(batch.task, []).append(tensor.detach())
-        if len(self.losses) - self.checked >= CHECK_EVERY:
-            self.check()
 
     def check(self) -> None:
-        for task, step, loss in self.losses[self.checked :]:
-            if not math.isfinite(loss.item()):
+        """Refuse a loss that is not finite. All losses since the last check are read from the GPU at once."""
+        new = self.losses[self.checked :]
+        values = torch.stack([loss for _, _, loss in new]).tolist() if new else []
+        for (task, step, _), value in zip(new, values, strict=True):
+            if not math.isfinite(value):
                 raise InputError(
-                    f"the loss of {task} at step {step} must be finite, found {loss.item()}. "
+                    f"the loss of {task} at step {step} must be finite, found {value}. "
                     "The best epoch so far is kept. Lower --lr, or set --clip 1."
                 )
         self.checked = len(self.losses)
@@ -132,37 +148,51 @@ class Trainer:
 
     def update(self, step: Step, record: EpochRecord, number: int) -> None:
         """One optimizer step, the epoch's `number`-th."""
-        scaler = self.precision.scaler
-        for batch in itertools.chain.from_iterable(step):
-            batch = batch.to(self.precision.device)
-            with self.precision.autocast():
+        # One region for all batches, so that each weight is cast once. Backward passes run in this thread: in the one
+        # that a GPU has for them, a recomputed layer would be a region of its own, which drops all casts at its end.
+        with self.precision.autocast(), torch.autograd.set_multithreading_enabled(False):
+            for batch in itertools.chain.from_iterable(step):
+                batch = batch.to(self.precision.device)  # in an epoch it is there already
                 output = self.model.predict(batch)
                 with self.side_stream.drawn(self.precision.device):  # so that no method shifts the dropout of the model
                     loss = self.objectives[batch.task](output, batch)
                     penalty = self.regularizer(self.model, batch, output)
                 weighted = self.weighting(batch.task, loss + penalty) / len(step)
-            self.combiner.backward(batch.task, scaler.scale(weighted))  # this task's graph is freed here
-            record.add(batch, number, loss, penalty, output.logits)
-        self.combiner.write_gradients(scaler.get_scale())
-        if self.clip:
-            scaler.unscale_(self.optimizer)
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
-        scale = scaler.get_scale()
-        scaler.step(self.optimizer)  # skips the step if fp16 overflowed
-        scaler.update()
-        self.optimizer.zero_grad()
-        if scaler.get_scale() >= scale:  # it decreases exactly if the step was skipped
+                with self.precision.paused():
+                    self.combiner.backward(batch.task, self.precision.scaler.scale(weighted))  # frees this task's graph
+                record.add(batch, number, loss, penalty, output.logits)
+        if self._apply_gradients():
             self.schedule.step()
             self.averager.update(self.model)
             self.regularizer.update(self.model)
+
+    def _apply_gradients(self) -> bool:
+        """Combine, clip and apply the gradients; return whether the optimizer made its step.
+
+        In fp16 the loss scaler skips the step after an overflow, and to find out it reads one number from the GPU.
+        Whether it then calls the optimizer is known without reading another.
+        """
+        scaler, steps = self.precision.scaler, []
+        self.combiner.write_gradients(scaler.get_scale() if self.combiner.method else 1.0)
+        if self.clip:
+            scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        hook = self.optimizer.register_step_post_hook(lambda *_: steps.append(1))
+        scaler.step(self.optimizer)
+        hook.remove()
+        scaler.update()
+        self.optimizer.zero_grad()
+        return bool(steps)
 
     def epoch(self, steps: Iterable[Step], label: str, total: int | None = None) -> EpochRecord:
         """Train on these steps."""
         self.model.train()
         record = EpochRecord(self.targets)
         with tqdm(total=total, desc=label, leave=False, disable=None) as bar:
-            for number, step in enumerate(steps, start=1):
+            for number, step in enumerate(ahead(steps, self.precision.device), start=1):
                 self.update(step, record, number)
+                if number % CHECK_EVERY == 0:
+                    record.check()
                 bar.update()
         record.check()
         self.averager.epoch_end(self.model)
@@ -180,7 +210,8 @@ class Trainer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name in self._parts():
             getattr(self, name).load_state_dict(state[name])
-        self.precision.scaler.load_state_dict(state["scaler"])
+        if state["scaler"]:  # empty if the run was saved in another precision than fp16: then the scaler starts anew
+            self.precision.scaler.load_state_dict(state["scaler"])
         restore_random_states(state["random"], self.precision.device)
         self.side_stream.load_state_dict(state.get("side_stream", {"states": None}))  # older states have none
 
@@ -291,6 +322,8 @@ def load_progress(trainer: Trainer, run: Run) -> Progress:
         raise InputError(
             f"--resume: {path} does not exist; no epoch was finished. Start again with another --name."
         ) from error
+    except torch.OutOfMemoryError:  # a RuntimeError, but not a damaged file
+        raise
     except (RuntimeError, KeyError, ValueError, TypeError, EOFError, pickle.UnpicklingError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
         raise InputError(f"--resume: {path} cannot be used ({reason}). Start again with another --name.") from error

@@ -113,7 +113,7 @@ def validate(args: argparse.Namespace) -> None:
 
 def check_inputs(args: argparse.Namespace) -> None:
     """Find what would make every trial fail, before the first one."""
-    choose_device(args.flags.use_gpu)
+    choose_device(args.flags.use_gpu, args.flags.precision, args.flags.deterministic)
     if "model" not in args.space:
         BertTokenizer.from_pretrained(args.flags.model)
     for name, split in itertools.product(args.flags.tasks, multitask_flags.SPLITS):

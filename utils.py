@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-PACKAGES = ("torch", "numpy", "numba", "tokenizers")  # a run records their versions
+PACKAGES = ("numpy", "numba", "tokenizers")  # a run records their versions, and torch's
 
 # --- errors and messages ----------------------------------------------------------------------------------------------
 
@@ -39,8 +40,19 @@ def run_script(main: Callable[[], None]) -> None:
         main()
     except InputError as error:
         sys.exit(_fail(str(error), 2))
+    except torch.OutOfMemoryError as error:
+        sys.exit(_fail(out_of_memory(error), 2))
     except KeyboardInterrupt:
         sys.exit(_fail("interrupted", 130))
+
+
+def out_of_memory(error: torch.OutOfMemoryError) -> str:
+    """One line: what torch said first, and the flags that need less memory."""
+    reason = (str(error).strip() or "no details").splitlines()[0].split(". ")[0]
+    return (
+        f"the GPU is out of memory ({reason}). Use a smaller --batch_size (--accumulate keeps the rows per update) or "
+        "--eval_batch_size, --precision fp16, or --checkpoint_activations; docs/GPU.md has the memory of each."
+    )
 
 
 def _fail(message: str, status: int) -> int:
@@ -57,10 +69,88 @@ def seed_everything(seed: int) -> None:
     torch.backends.cudnn.benchmark = False
 
 
-def choose_device(use_gpu: bool) -> torch.device:
-    if use_gpu and not torch.cuda.is_available():
-        raise InputError("--use_gpu needs a CUDA device, found none. Leave the flag out, or check `nvidia-smi`.")
-    return torch.device("cuda" if use_gpu else "cpu")
+OLDEST_DRIVERS = {"12": 525, "13": 580}  # by CUDA's major version, from NVIDIA's table of minor version compatibility
+BF16_CAPABILITY = TF32_CAPABILITY = (8, 0)  # Ampere; older GPUs emulate bfloat16 and have no TF32
+
+
+def choose_device(use_gpu: bool, precision: str = "fp32", deterministic: bool = False) -> torch.device:
+    """The device to compute on, with torch set up for it. Call this before anything is on the GPU."""
+    set_deterministic(deterministic)
+    if not use_gpu:
+        return torch.device("cpu")
+    with warnings.catch_warnings(action="ignore"):  # torch warns about an old driver; the error below says more
+        available = torch.cuda.is_available()
+    if not available:
+        raise InputError(why_no_gpu(torch.__version__, torch.version.cuda, driver_version()))
+    capability = torch.cuda.get_device_capability()
+    check_precision(precision, capability, torch.cuda.get_device_name())
+    torch.set_float32_matmul_precision(matmul_precision(precision, capability, deterministic))
+    return torch.device("cuda")
+
+
+def set_deterministic(on: bool) -> None:
+    """Restrict torch to deterministic algorithms, or lift the restriction."""
+    if on:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when CUDA starts
+        torch.utils.deterministic.fill_uninitialized_memory = False  # a help for debugging that costs time
+    if on != torch.are_deterministic_algorithms_enabled():  # the call takes two seconds, even if nothing changes
+        torch.use_deterministic_algorithms(on)
+
+
+def why_no_gpu(torch_version: str, cuda: str | None, driver: str | None) -> str:
+    """The reason why torch cannot use a GPU here, in one line with the remedy.
+
+    cuda: the version that torch was built for, None for a build without it. driver: the version of NVIDIA's driver,
+    None if there is none.
+    """
+    if driver is None:
+        build = "" if cuda else f", and torch {torch_version} is a build for the CPU only"
+        return f"--use_gpu needs a CUDA device, found none: `nvidia-smi` finds no driver{build}. Leave the flag out."
+    if cuda is None:
+        return (
+            f"--use_gpu needs a torch built for CUDA, found torch {torch_version}, a build for the CPU only (driver "
+            f"{driver}). Run `source setup.sh` in a new environment, or leave the flag out."
+        )
+    oldest = OLDEST_DRIVERS.get(cuda.split(".")[0], 0)
+    major = int(driver.split(".")[0])
+    if major < oldest:
+        other = "Run `source setup.sh`, which installs a torch for this driver, or update"
+        return (
+            f"--use_gpu: torch {torch_version} is built for CUDA {cuda}, which needs NVIDIA driver {oldest} or later, "
+            f"found {driver}. {other if major >= min(OLDEST_DRIVERS.values()) else 'Update'} the driver."
+        )
+    return (
+        f"--use_gpu needs a CUDA device, found none that torch {torch_version} (CUDA {cuda}) can use with driver "
+        f"{driver}. Check CUDA_VISIBLE_DEVICES and `nvidia-smi`, or leave the flag out."
+    )
+
+
+def driver_version() -> str | None:
+    """The version of NVIDIA's driver; None if there is none."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.split()
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return found[0] if found and found[0][0].isdigit() else None
+
+
+def check_precision(precision: str, capability: tuple[int, int], gpu: str) -> None:
+    """Refuse bf16 on a GPU that only emulates it: it would be slower than fp32."""
+    if precision == "bf16" and capability < BF16_CAPABILITY:
+        raise InputError(
+            f"--precision bf16 needs a GPU of compute capability {_dotted(BF16_CAPABILITY)} or later, found "
+            f"{_dotted(capability)} ({gpu}). Use --precision fp16."
+        )
+
+
+def matmul_precision(precision: str, capability: tuple[int, int], deterministic: bool) -> str:
+    """Return torch's name of TF32, products with a mantissa of 10 bits, for fp32 on a GPU that has it."""
+    return "high" if precision == "fp32" and capability >= TF32_CAPABILITY and not deterministic else "highest"
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
 
 
 def random_states(device: torch.device) -> dict[str, Tensor]:
@@ -70,9 +160,18 @@ def random_states(device: torch.device) -> dict[str, Tensor]:
 
 
 def restore_random_states(states: dict[str, Tensor], device: torch.device) -> None:
+    """Restore the generators of the CPU and of the GPU in use.
+
+    A run that was saved on the CPU has no state for a GPU, whose generator is then seeded from the CPU's state.
+    """
     torch.set_rng_state(states["cpu"].cpu())
-    if device.type == "cuda":
+    if device.type != "cuda":
+        return
+    if "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"].cpu(), device)
+    else:
+        digest = hashlib.sha256(states["cpu"].cpu().numpy().tobytes()).digest()
+        torch.cuda.manual_seed(int.from_bytes(digest[:7]))
 
 
 @contextlib.contextmanager
@@ -130,7 +229,16 @@ class Precision:
         self.scaler = torch.amp.GradScaler(device.type, enabled=name == "fp16")
 
     def autocast(self) -> torch.autocast:
+        """A region of mixed precision. It casts each trainable weight once, so one region holds as much as possible.
+
+        The weights must not change inside. No pass over them may run there without gradients before one with gradients:
+        the older torch would use its casts, which have no graph (docs/PITFALLS.md, 41).
+        """
         return torch.autocast(self.device.type, self.DTYPES[self.name], enabled=self.name != "fp32")
+
+    def paused(self) -> torch.autocast:
+        """Full precision inside a region, for a backward pass. The region keeps its casts of the weights."""
+        return torch.autocast(self.device.type, enabled=False)
 
 
 def keep_freed_memory() -> None:
@@ -215,7 +323,8 @@ class Run:
         facts = {
             "args": _as_json(vars(args)),
             "command": sys.argv,
-            "versions": {"python": platform.python_version()} | {p: version(p) for p in PACKAGES},
+            "versions": {"python": platform.python_version(), "torch": str(torch.__version__)}  # with its build
+            | {package: version(package) for package in PACKAGES},
             "commit": _commit(),
             "data_sha256": hashes,
         }

@@ -158,6 +158,14 @@ def bash(command: str, folder: Path = ROOT, **environment: str) -> subprocess.Co
     )
 
 
+def with_driver(folder: Path, driver: str, capability: str = "") -> None:
+    """Put an nvidia-smi that answers like this driver into an environment."""
+    fake = folder / "bin" / "nvidia-smi"
+    answers = f'case "$*" in *driver_version*) echo "{driver}" ;; *compute_cap*) echo "{capability}" ;; esac'
+    fake.write_text(f"#!/bin/sh\n{answers}\n")
+    fake.chmod(0o755)
+
+
 @pytest.fixture
 def copy_with_environment(tmp_path: Path) -> Path:
     """setup.sh and its requirements in a folder whose .venv has them all installed, by its stamps."""
@@ -168,6 +176,7 @@ def copy_with_environment(tmp_path: Path) -> Path:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder / ".venv")], check=True)
     for path in folder.glob("requirements*.txt"):
         shutil.copy(path, folder / ".venv" / f".minbert-{path.name}")
+    with_driver(folder / ".venv", "NVIDIA-SMI has failed")
     return folder
 
 
@@ -199,6 +208,7 @@ def recording_environment(tmp_path: Path) -> Path:
         'case "$*" in *pip*) exit ${PIP:-0} ;; --version) echo Python 3.9 ;; *) exit ${CHECK:-0} ;; esac\n'
     )
     python.chmod(0o755)
+    with_driver(folder, "NVIDIA-SMI has failed")
     return folder
 
 
@@ -224,6 +234,56 @@ def test_setup_installs_each_file_once_and_the_encoder_by_its_hash_alone(
     assert installed_by("--dev", *both) == ["requirements-dev.txt"]
     (copy_with_environment / "requirements.txt").write_text("torch==0\n")
     assert installed_by("--dev", *both) == ["requirements.txt"], "a changed file is installed again"
+
+
+@pytest.mark.parametrize(
+    ("driver", "capability", "file", "said"),
+    [
+        ("580.65.06", "7.5", "requirements.txt", ""),
+        ("610.10", "12.0", "requirements.txt", ""),
+        ("550.54.15", "7.5", "requirements-cuda12.txt", "driver 550.54.15, compute capability 7.5: using a torch with"),
+        ("525.60.13", "8.9", "requirements-cuda12.txt", "driver 525.60.13"),
+        ("580.65.06", "7.0", "requirements-cuda12.txt", "compute capability 7.0"),  # a V100
+        ("550.54.15", "N/A", "requirements-cuda12.txt", "driver 550.54.15"),
+        (
+            "470.57.02",
+            "7.5",
+            "requirements.txt",
+            "driver 470.57.02 is too old for --use_gpu: update it to 580",
+        ),
+        ("NVIDIA-SMI has failed", "", "requirements.txt", ""),
+    ],
+)
+def test_setup_picks_the_torch_that_runs_with_the_driver(
+    driver: str, capability: str, file: str, said: str, copy_with_environment: Path, recording_environment: Path
+) -> None:
+    with_driver(recording_environment, driver, capability)
+    both = copy_with_environment, recording_environment
+    assert installed_by("", *both)[0] == file
+    assert installed_by("", *both) == [], "and the second time there is nothing to do"
+    command = f"PATH={recording_environment}/bin:$PATH; ./setup.sh"
+    spoken = bash(command, copy_with_environment, VIRTUAL_ENV=str(recording_environment)).stderr.splitlines()
+    assert len(spoken) == 2 + bool(said), spoken  # which environment, and that it is ready
+    assert said in spoken[1]
+
+
+def test_a_new_driver_brings_the_usual_torch_back(copy_with_environment: Path, recording_environment: Path) -> None:
+    both = copy_with_environment, recording_environment
+    for driver, file in (("580.65.06", "requirements.txt"), ("550.54.15", "requirements-cuda12.txt")) * 2:
+        with_driver(recording_environment, driver, "7.5")
+        assert installed_by("", *both)[0] == file
+
+
+def test_the_two_files_with_torch_differ_in_torch_alone() -> None:
+    usual, older = (
+        [line for line in (ROOT / name).read_text().splitlines() if not line.startswith("#")]
+        for name in ("requirements.txt", "requirements-cuda12.txt")
+    )
+    assert usual[0].startswith("torch==")
+    assert older[0].startswith("torch==")
+    assert usual[0] != older[0]
+    assert usual[1:] == older[1:]
+    assert older[0].removeprefix("torch==") in README, "it is the oldest torch that is supported"
 
 
 def test_setup_in_a_conda_environment_uses_that(copy_with_environment: Path, recording_environment: Path) -> None:

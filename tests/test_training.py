@@ -198,7 +198,7 @@ def test_resume_of_a_finished_run_trains_no_more_and_predicts_the_same(finished:
 class Bench:
     """A model, its trainer and batches of all tasks, without a script around them."""
 
-    def __init__(self, checkpoint: Path, *flags: object, dropout: bool = False):
+    def __init__(self, checkpoint: Path, *flags: object, dropout: bool = False, device: torch.device = CPU):
         given = ["--model", checkpoint, "--option", "finetune", "--lr", "1e-2", *flags]
         self.args = get_args(list(map(str, given)))
         torch.manual_seed(0)
@@ -206,8 +206,8 @@ class Bench:
         for module in self.model.modules():
             if isinstance(module, Dropout | HEADS["linear"]) and not dropout:
                 module.p = 0.0
-        self.model.train()
-        self.trainer = multitask_build.build_trainer(self.args, self.model, Precision(self.args.precision, CPU), 100)
+        self.model.to(device).train()
+        self.trainer = multitask_build.build_trainer(self.args, self.model, Precision(self.args.precision, device), 100)
         self.tokenizer = BertTokenizer.from_pretrained(str(checkpoint))
 
     def batch(self, task: str, *rows: int) -> Batch:
@@ -215,7 +215,7 @@ class Bench:
         labels = [i % 5 if task == "sst" else i % 2 if task == "para" else i / 2 for i in range(8)]
         pairing = self.model.branches[task].pairing_for("train")
         split = Split.tokenize(Examples(TASKS[task], list("abcdefgh"), texts, labels), self.tokenizer, pairing)
-        return split.with_text_hashes().batch(torch.tensor(rows))
+        return split.with_text_hashes().batch(torch.tensor(rows)).to(self.trainer.precision.device)
 
     def draw(self, *rows: int) -> list[Batch]:
         return [self.batch(task, *rows) for task in self.args.tasks]
