@@ -28,7 +28,7 @@ CHUNK = 20_000  # rows tokenized at a time: the tokenizer's own objects, far lar
 
 def _tokenize_chunk(tokenizer: BertTokenizer, sentences: list[str], pairs: list[str] | None) -> tuple[Tensor, ...]:
     """Concatenated token ids and segment ids, lengths, whether a row was truncated, and tags if the tokenizer tags."""
-    encoded = tokenizer.encode(sentences, pairs)
+    encoded = tokenizer.encode_all(sentences, pairs)
     lengths = [len(e) for e in encoded]
 
     def concatenate(name: str, kind: type) -> Tensor:

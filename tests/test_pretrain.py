@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import COURSE_TASKS, Finished, the_error, write_task_files
+from conftest import COURSE_TASKS, Finished, padded, the_error, write_task_files
 from safetensors.torch import load_file, save_file
 from torch import Generator, Tensor
 
@@ -183,7 +183,7 @@ def test_random_replacements_are_all_ordinary_pieces_and_no_others(tokenizer: Be
 
 def test_all_pieces_of_a_word_are_chosen_together(tokenizer: BertTokenizer) -> None:
     texts = ["unbelievably embarrassing cinematography, electroencephalograms unhappily misremembered"] * 200
-    ids = tokenizer(texts)["input_ids"]
+    ids = padded(tokenizer, texts)["input_ids"]
     continues = torch.tensor([[tokenizer.vocabulary[i].startswith("##") for i in ids[0].tolist()]])
     assert continues.sum() >= 4
     chosen = Masking.of(tokenizer, 0.3, True)(ids, seeded())[1] != IGNORED
