@@ -3,14 +3,17 @@
 A name is the alias `minilm`, a directory in the usual layout, or a hub id such as `bert-base-uncased`.
 """
 
+import argparse
 import contextlib
 import importlib.util
 import json
 import re
 from collections.abc import Set
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Self
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -105,7 +108,7 @@ def why_unreachable(name: str) -> str:
     except OfflineModeIsEnabled:
         return "HF_HUB_OFFLINE is set"
     except (ConnectError, ConnectTimeout, ProxyError) as error:
-        return f"no connection: {_first_line(error)}"
+        return f"no connection: {first_line(error)}"
     except HTTPError:  # it answered, or still may: the download itself will tell what is wrong
         pass
     return ""
@@ -143,7 +146,7 @@ def _fetch_from_hub(name: str, local_files_only: bool) -> Path:
         fetch("vocab.txt", "tokenizer.json")
         fetch("tokenizer_config.json")
     except (HTTPError, HFValidationError, OSError) as error:
-        raise unavailable(_first_line(error)) from error
+        raise unavailable(first_line(error)) from error
     if config is None or weights is None or absent:
         if unreachable:
             raise unavailable(unreachable)
@@ -162,7 +165,7 @@ def shard_names(index: Path) -> list[str]:
             raise ValueError(f"{names} are not names of files beside it")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(
-            f"{index}: must be JSON with a weight_map from tensors to files; {_first_line(error)}. Copy it again."
+            f"{index}: must be JSON with a weight_map from tensors to files; {first_line(error)}. Copy it again."
         ) from error
     return names
 
@@ -190,13 +193,14 @@ def _read_file(path: Path) -> dict[str, Tensor]:
         return tensors
     except (SafetensorError, RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
         raise InputError(
-            f"{path}: not a complete weights file ({_first_line(error)}). Download or copy it again."
+            f"{path}: not a complete weights file ({first_line(error)}). Download or copy it again."
         ) from error
     except Exception as error:  # the unpickler raises its own type, private to pickle, for anything but plain tensors
-        raise InputError(f"{path}: contains more than tensors ({_first_line(error)}). Use safetensors.") from error
+        raise InputError(f"{path}: contains more than tensors ({first_line(error)}). Use safetensors.") from error
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """The first line of an error's message, at most 120 characters."""
     return (str(error).strip() or type(error).__name__).splitlines()[0][:120]
 
 
@@ -273,6 +277,12 @@ def load_checkpoint_state(model: nn.Module, tensors: dict[str, Tensor], source: 
     copy_tensors(tensors, _tensors_by_name(model), source, misfit)
 
 
+# The starter's save_model stores flags and NumPy's random state beside the weights, and its torch.load fails on them:
+# without weights_only=False, torch reads only tensors and plain containers. These types run no code when they are read.
+ARRAY_TYPES = [np.ndarray, np.dtype, type(np.dtype(np.uint32)), np.empty(0).__reduce__()[0]]
+torch.serialization.add_safe_globals([argparse.Namespace, SimpleNamespace, type(Path()), *ARRAY_TYPES])
+
+
 class BertPreTrainedModel(nn.Module):
     """Initialization, loading and saving. A subclass takes a BertConfig and has the modules named in NAMES."""
 
@@ -333,6 +343,17 @@ class BertPreTrainedModel(nn.Module):
         model = cls(BertConfig(**{**vars(config), **changes}))
         model.load_published_weights(weights, folder)
         return model.eval()
+
+    def check_segments(self, what: str, remedy: str) -> None:
+        """Raise an InputError if there is no second segment type, which joined pairs need.
+
+        what: the flag that joins pairs. remedy: the one to use instead.
+        """
+        if self.config.type_vocab_size < 2:
+            raise InputError(
+                f"{what} joins two sentences, which needs a checkpoint with two segment types; found type_vocab_size "
+                f"{self.config.type_vocab_size}. Use {remedy}, or another --model."
+            )
 
     def load_published_weights(self, weights: dict[str, Tensor], source: Path) -> None:
         """Copy tensors under their published names. One error lists all that are missing, unexpected or mis-shaped."""

@@ -92,6 +92,7 @@ class PretrainingBERT(nn.Module):
         if "mlm" in names:
             self.cls["predictions"] = WordHead(bert)
         if "nsp" in names:
+            bert.check_segments("--objective nsp", "--objective mlm")
             self.cls["seq_relationship"] = nn.Linear(bert.config.hidden_size, 2).apply(bert.init_module)
         if names & CONTRASTIVE:
             self.poolers["simcse"] = heads.POOLERS[pooling](bert)

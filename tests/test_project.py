@@ -16,6 +16,7 @@ import classifier
 import multitask_flags
 from adapters import ADAPTERS
 from bert import ATTENTIONS
+from config import ACTIVATIONS
 from datasets import PAIRINGS
 from ensemble import AVERAGES, METHODS
 from heads import HEADS, POOLERS
@@ -102,7 +103,7 @@ def test_every_flag_that_the_readme_names_exists() -> None:
 
 
 REGISTRIES = [
-    ADAPTERS, ATTENTIONS, AVERAGERS, AVERAGES, COMBINERS, FEATURES, HEADS, LOSSES, METHODS, OBJECTIVES, OPTIMIZERS,
+    ACTIVATIONS, ADAPTERS, ATTENTIONS, AVERAGERS, AVERAGES, COMBINERS, FEATURES, HEADS, LOSSES, METHODS, OBJECTIVES, OPTIMIZERS,
     PAIRINGS, POOLERS, PRUNERS, READERS, REGULARIZERS, SAMPLERS, SCHEDULES, SEARCHES, STARTS, COURSE_TASKS, WEIGHTINGS,
     benchmark.BENCHMARKS,
 ]  # fmt: skip
