@@ -112,7 +112,10 @@ def train_task(task: Task, args: argparse.Namespace, splits: dict[str, Split], p
 def fit_task(
     task: Task, args: argparse.Namespace, splits: dict[str, Split], precision: Precision, run: Run
 ) -> tuple[Trainer, float]:
-    """Train one classifier; return its trainer, with the best epoch's weights, and the best dev accuracy."""
+    """Train one classifier; return its trainer, with the best epoch's weights, and the best dev accuracy.
+
+    A frozen BERT's vectors are stored in `splits`.
+    """
     seed_everything(args.seed)
     model = build_model(task, args).to(precision.device)
     trainable, total = count_parameters(model)
@@ -120,7 +123,8 @@ def fit_task(
     print(f"{task.name}: {sizes} rows | {trainable:,} of {total:,} parameters train", flush=True)
     batch_size = {"sst": args.batch_size, "cfimdb": args.cfimdb_batch_size}[task.name]
     if model.frozen:
-        splits = {n: with_stored_vectors(model, split, args.eval_batch_size, precision) for n, split in splits.items()}
+        for name, split in splits.items():
+            splits[name] = with_stored_vectors(model, split, args.eval_batch_size, precision)
 
     total_steps = -(-len(splits["train"]) // batch_size)
     update = optimizer.build_optimizer(args, model)
