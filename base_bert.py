@@ -154,6 +154,17 @@ def _fetch_from_hub(name: str, local_files_only: bool) -> Path:
     return config.parent
 
 
+def read_config(folder: Path) -> BertConfig:
+    """The architecture of a checkpoint directory, from its config.json."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise InputError(f"{folder}: has no config.json. Use the directory of a checkpoint.")
+    try:
+        return BertConfig.from_file(path)
+    except ValueError as error:
+        raise InputError(str(error)) from error
+
+
 SHARDS = "model.safetensors.index.json"  # of a checkpoint in several files: which tensor is in which of them
 
 
@@ -323,13 +334,7 @@ class BertPreTrainedModel(nn.Module):
         changes: fields of the config to override, such as hidden_dropout_prob.
         """
         folder = find_checkpoint(name, local_files_only=local_files_only)
-        path = folder / "config.json"
-        if not path.is_file():
-            raise InputError(f"{folder}: has no config.json. Use the directory of a checkpoint.")
-        try:
-            config = BertConfig.from_file(path)
-        except ValueError as error:
-            raise InputError(str(error)) from error
+        config = read_config(folder)
         weights, others = encoder_weights(read_weights(folder))
         if left_out := sorted(others - others_read):
             warn(f"{folder}: only the encoder is used, not its {', '.join(left_out)}.")

@@ -16,7 +16,7 @@ from tokenizers.pre_tokenizers import BertPreTokenizer
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 
-from base_bert import find_checkpoint
+from base_bert import find_checkpoint, read_config
 from config import BertConfig
 from utils import InputError, write_text
 
@@ -97,10 +97,10 @@ class BertTokenizer:
         the model_max_length of its tokenizer_config.json, whichever is smaller.
         """
         folder = find_checkpoint(name, local_files_only=local_files_only)
+        shape = read_config(folder) if (folder / "config.json").is_file() else BertConfig()
         try:
-            path, config = folder / "tokenizer_config.json", folder / "config.json"
+            path = folder / "tokenizer_config.json"
             settings = _read_json(path) if path.is_file() else {}
-            shape = BertConfig.from_file(config) if config.is_file() else BertConfig()
             vocabulary = read_vocabulary(folder)
             if len(vocabulary) > shape.vocab_size:
                 raise InputError(

@@ -470,6 +470,29 @@ def problems(folder: Path, data: Path, files: dict[str, evaluation.PredictionFil
     return found
 
 
+def test_the_function_of_2023_returns_its_order_and_says_so_once(
+    task_files: Path, tiny_checkpoint: Path, tmp_path: Path, capsys
+) -> None:
+    torch.manual_seed(0)
+    model = MultitaskBERT(BertModel.from_pretrained(tiny_checkpoint), [Branch(SST), Branch(PARA), Branch(STS)])
+    stems = {"sst": "ids-sst", "para": "quora", "sts": "sts"}
+    paths = {f"{name}_dev": task_files / f"{stem}-dev.csv" for name, stem in stems.items()}
+    paths |= {f"{name}_test": task_files / f"{stem}-test-student.csv" for name, stem in stems.items()}
+    paths |= {
+        f"{name}_{split}_out": tmp_path / f"{name}-{split}-output.csv" for name in stems for split in ("dev", "test")
+    }
+    args = Namespace(model=tiny_checkpoint, batch_size=3, **paths)
+    evaluation._say_once.cache_clear()
+    first, second = (evaluation.test_model_multitask(args, model, CPU) for _ in range(2))
+    assert capsys.readouterr().err.count("in the order of 2023: para, sst, sts") == 1
+    (dev, _) = evaluation.write_starter_predictions(args, model, CPU)
+    assert first == second == (*dev[3:6], *dev[:3], *dev[6:])
+    assert first[1] != first[4], "para and sst differ, so the order shows"
+    assert problems(tmp_path, task_files, evaluation.PART_2_FILES) == []
+    read = np.loadtxt(tmp_path / "sts-dev-output.csv", skiprows=1, delimiter=" , ", usecols=1)
+    np.testing.assert_allclose(read, first[7], rtol=1e-6)
+
+
 @pytest.mark.parametrize("layout", SCRIPTS)
 def test_a_script_of_the_starter_trains_saves_loads_tests_and_writes_six_files(
     layout: str, task_files: Path, tiny_checkpoint: Path, tmp_path: Path
