@@ -1,5 +1,6 @@
 """Code written against the starter: both course checks, scripts of each year's layout, checkpoints, export."""
 
+import itertools
 import subprocess
 import sys
 from argparse import Namespace
@@ -757,22 +758,25 @@ class Asking(torch.nn.Module):
         return getattr(self.model, self.name)(*inputs)
 
 
-@pytest.mark.parametrize("pairing", PAIRINGS)
-@pytest.mark.parametrize("name", ["predict_paraphrase", "predict_similarity"])
-def test_pairs_can_be_exported_for_batches_and_sentences_of_any_size(
-    pairing: str, name: str, tiny_checkpoint: Path
+@pytest.mark.parametrize(
+    ("name", "pairing"),
+    [("predict_sentiment", "bi"), *itertools.product(["predict_paraphrase", "predict_similarity"], PAIRINGS)],
+)
+def test_every_call_can_be_exported_for_batches_and_sentences_of_any_size(
+    name: str, pairing: str, tiny_checkpoint: Path
 ) -> None:
     torch.manual_seed(0)
     branches = [Branch(SST), Branch(PARA, pairing=pairing), Branch(STS, pairing=pairing, pooling="mean")]
     asking = Asking(MultitaskBERT(BertModel.from_pretrained(tiny_checkpoint), branches, max_length=12), name).eval()
+    sides = 1 if name == "predict_sentiment" else 2
     generator = torch.Generator().manual_seed(0)
 
     def inputs(rows: int, *widths: int) -> tuple[torch.Tensor, ...]:
-        sides = [random_side(rows, width, generator) for width in widths]
-        return tuple(part for side in sides for part in (side.token_ids, side.attention_mask))
+        encoded = [random_side(rows, width, generator) for width in widths[:sides]]
+        return tuple(part for side in encoded for part in (side.token_ids, side.attention_mask))
 
-    B, first, second = (torch.export.Dim(letter, max=500) for letter in ("B", "T1", "T2"))
-    shapes = (tuple({0: B, 1: T} for T in (first, first, second, second)),)
+    B, *T = (torch.export.Dim(letter, max=500) for letter in ("B", "T1", "T2"))
+    shapes = (tuple({0: B, 1: T[side]} for side in range(sides) for _ in ("token_ids", "attention_mask")),)
     exported = torch.export.export(asking, inputs(3, 9, 7), dynamic_shapes=shapes).module()
     for case in (inputs(3, 9, 7), inputs(5, 4, 12), inputs(2, 30, 3)):
         with torch.no_grad():
