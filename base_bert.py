@@ -3,14 +3,17 @@
 A name is the alias `minilm`, a directory in the usual layout, or a hub id such as `bert-base-uncased`.
 """
 
+import argparse
 import contextlib
 import importlib.util
 import json
 import re
 from collections.abc import Set
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Self
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -49,15 +52,24 @@ def published_name(ours: str) -> str:
     return NAMES[pattern].format(number.group() if number else "") + "." + parameter
 
 
-def find_checkpoint(name: str) -> Path:
-    """The directory with the checkpoint's config, weights and vocabulary; downloaded from the hub if necessary."""
+def find_checkpoint(name: str | Path, *, local_files_only: bool = False) -> Path:
+    """The directory with the checkpoint's config, weights and vocabulary; downloaded from the hub if necessary.
+
+    local_files_only: take a hub id's files from the cache, without a request.
+    """
+    name = str(name)
     if name == "minilm":
         return _find_minilm()
     if Path(name).is_dir():
         return Path(name)
+    if Path(name).is_file():
+        raise InputError(
+            f"--model {name}: must be a checkpoint's directory, a hub id, or minilm; found a file. If it is a .pt file "
+            "of a script in the starter's style, load it there and write model.bert.save_pretrained(DIRECTORY)."
+        )
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise InputError(f"--model {name}: no such directory. Use a directory, a hub id, or minilm.")
-    return _fetch_from_hub(name)
+    return _fetch_from_hub(name, local_files_only)
 
 
 def _find_minilm() -> Path:
@@ -96,13 +108,13 @@ def why_unreachable(name: str) -> str:
     except OfflineModeIsEnabled:
         return "HF_HUB_OFFLINE is set"
     except (ConnectError, ConnectTimeout, ProxyError) as error:
-        return f"no connection: {_first_line(error)}"
+        return f"no connection: {first_line(error)}"
     except HTTPError:  # it answered, or still may: the download itself will tell what is wrong
         pass
     return ""
 
 
-def _fetch_from_hub(name: str) -> Path:
+def _fetch_from_hub(name: str, local_files_only: bool) -> Path:
     from httpx2 import HTTPError
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError
@@ -126,44 +138,80 @@ def _fetch_from_hub(name: str) -> Path:
         )
 
     try:
-        unreachable = why_unreachable(name)
+        unreachable = "local_files_only is set" if local_files_only else why_unreachable(name)
         config = fetch("config.json")
-        weights = fetch("model.safetensors", "pytorch_model.bin")
+        weights = fetch("model.safetensors", SHARDS, "pytorch_model.bin")
+        shards = shard_names(weights) if weights is not None and weights.name == SHARDS else []
+        absent = [shard for shard in shards if fetch(shard) is None]
         fetch("vocab.txt", "tokenizer.json")
         fetch("tokenizer_config.json")
     except (HTTPError, HFValidationError, OSError) as error:
-        raise unavailable(_first_line(error)) from error
-    if config is None or weights is None:
+        raise unavailable(first_line(error)) from error
+    if config is None or weights is None or absent:
         if unreachable:
             raise unavailable(unreachable)
         raise InputError(f"--model {name}: the hub's repository has no BERT weights. Choose a BERT checkpoint.")
     return config.parent
 
 
-def read_weights(folder: Path) -> dict[str, Tensor]:
-    """The tensors of a checkpoint directory. safetensors is preferred; a .bin is read without running pickled code."""
-    safe, pickled = folder / "model.safetensors", folder / "pytorch_model.bin"
+def read_config(folder: Path) -> BertConfig:
+    """The architecture of a checkpoint directory, from its config.json."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise InputError(f"{folder}: has no config.json. Use the directory of a checkpoint.")
     try:
-        if safe.is_file():
-            return load_file(safe)
-        if pickled.is_file():
-            tensors = torch.load(pickled, map_location="cpu", weights_only=True)
-            if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
-                raise TypeError("it is not a dict of tensors")
-            return tensors
-    except (SafetensorError, RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
-        broken = safe if safe.is_file() else pickled
+        return BertConfig.from_file(path)
+    except ValueError as error:
+        raise InputError(str(error)) from error
+
+
+SHARDS = "model.safetensors.index.json"  # of a checkpoint in several files: which tensor is in which of them
+
+
+def shard_names(index: Path) -> list[str]:
+    """The files of a checkpoint in several files, from its index."""
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        if not names or any(Path(name).name != name for name in names):
+            raise ValueError(f"{names} are not names of files beside it")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(
-            f"{broken}: not a complete weights file ({_first_line(error)}). Download or copy it again."
+            f"{index}: must be JSON with a weight_map from tensors to files; {first_line(error)}. Copy it again."
+        ) from error
+    return names
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """The tensors of a checkpoint directory, from model.safetensors, its shards, or pytorch_model.bin."""
+    whole = [folder / name for name in ("model.safetensors", "pytorch_model.bin") if (folder / name).is_file()]
+    shards = [folder / name for name in shard_names(folder / SHARDS)] if (folder / SHARDS).is_file() else []
+    if not whole and not shards:
+        raise InputError(
+            f"{folder}: has neither model.safetensors nor pytorch_model.bin. Use the directory of a checkpoint."
+        )
+    files = shards if shards and not (folder / "model.safetensors").is_file() else whole[:1]
+    return {name: tensor for path in files for name, tensor in _read_file(path).items()}
+
+
+def _read_file(path: Path) -> dict[str, Tensor]:
+    """The tensors of one file; a .bin is read without running pickled code."""
+    try:
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        tensors = torch.load(path, map_location="cpu", weights_only=True)
+        if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
+            raise TypeError("it is not a dict of tensors")
+        return tensors
+    except (SafetensorError, RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
+        raise InputError(
+            f"{path}: not a complete weights file ({first_line(error)}). Download or copy it again."
         ) from error
     except Exception as error:  # the unpickler raises its own type, private to pickle, for anything but plain tensors
-        raise InputError(f"{pickled}: contains more than tensors ({_first_line(error)}). Use safetensors.") from error
-    raise InputError(
-        f"{folder}: has neither model.safetensors nor pytorch_model.bin. Use the directory of a checkpoint."
-    )
+        raise InputError(f"{path}: contains more than tensors ({first_line(error)}). Use safetensors.") from error
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """The first line of an error's message, at most 120 characters."""
     return (str(error).strip() or type(error).__name__).splitlines()[0][:120]
 
 
@@ -240,12 +288,29 @@ def load_checkpoint_state(model: nn.Module, tensors: dict[str, Tensor], source: 
     copy_tensors(tensors, _tensors_by_name(model), source, misfit)
 
 
+# The starter's save_model stores flags and NumPy's random state beside the weights, and its torch.load fails on them:
+# without weights_only=False, torch reads only tensors and plain containers. These types run no code when they are read.
+ARRAY_TYPES = [np.ndarray, np.dtype, type(np.dtype(np.uint32)), np.empty(0).__reduce__()[0]]
+torch.serialization.add_safe_globals([argparse.Namespace, SimpleNamespace, type(Path()), *ARRAY_TYPES])
+
+
 class BertPreTrainedModel(nn.Module):
     """Initialization, loading and saving. A subclass takes a BertConfig and has the modules named in NAMES."""
 
-    config: BertConfig
+    def __init__(self, config: BertConfig):
+        super().__init__()
+        self.config = config
 
-    def init_weights(self, module: nn.Module) -> None:
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the weights, for the starter's get_extended_attention_mask."""
+        return next(self.parameters()).dtype
+
+    def init_weights(self) -> None:
+        """Initialize all modules; a subclass calls this at the end of its constructor, as in the starter."""
+        self.apply(self.init_module)
+
+    def init_module(self, module: nn.Module) -> None:
         """BERT's initialization: normal(0, initializer_range), biases zero, LayerNorm the identity."""
         if isinstance(module, nn.Linear | nn.Embedding):
             module.weight.data.normal_(0.0, self.config.initializer_range)
@@ -254,22 +319,22 @@ class BertPreTrainedModel(nn.Module):
 
     @classmethod
     def from_pretrained(
-        cls, name: str, *, keep_layers: int | None = None, others_read: Set[str] = frozenset(), **changes: float
+        cls,
+        name: str | Path,
+        *,
+        keep_layers: int | None = None,
+        others_read: Set[str] = frozenset(),
+        local_files_only: bool = False,
+        **changes: float,
     ) -> Self:
-        """The model with a checkpoint's weights.
+        """The model with a checkpoint's weights, in eval mode as in the starter: dropout is off until model.train().
 
         keep_layers: keep only the first n layers. others_read: parts of the checkpoint beside the encoder that the
-        caller reads itself, such as `cls`, so that no note is needed. changes: fields of the config to override, such
-        as hidden_dropout_prob.
+        caller reads itself, such as `cls`, so that no note is needed. local_files_only: make no request to the hub.
+        changes: fields of the config to override, such as hidden_dropout_prob.
         """
-        folder = find_checkpoint(name)
-        path = folder / "config.json"
-        if not path.is_file():
-            raise InputError(f"{folder}: has no config.json. Use the directory of a checkpoint.")
-        try:
-            config = BertConfig.from_file(path)
-        except ValueError as error:
-            raise InputError(str(error)) from error
+        folder = find_checkpoint(name, local_files_only=local_files_only)
+        config = read_config(folder)
         weights, others = encoder_weights(read_weights(folder))
         if left_out := sorted(others - others_read):
             warn(f"{folder}: only the encoder is used, not its {', '.join(left_out)}.")
@@ -282,7 +347,18 @@ class BertPreTrainedModel(nn.Module):
             changes["num_hidden_layers"] = keep_layers
         model = cls(BertConfig(**{**vars(config), **changes}))
         model.load_published_weights(weights, folder)
-        return model
+        return model.eval()
+
+    def check_segments(self, what: str, remedy: str) -> None:
+        """Raise an InputError if there is no second segment type, which joined pairs need.
+
+        what: the flag that joins pairs. remedy: the one to use instead.
+        """
+        if self.config.type_vocab_size < 2:
+            raise InputError(
+                f"{what} joins two sentences, which needs a checkpoint with two segment types; found type_vocab_size "
+                f"{self.config.type_vocab_size}. Use {remedy}, or another --model."
+            )
 
     def load_published_weights(self, weights: dict[str, Tensor], source: Path) -> None:
         """Copy tensors under their published names. One error lists all that are missing, unexpected or mis-shaped."""

@@ -134,7 +134,9 @@ def frozen(rounds: int) -> list[Result]:
         for name in ("train", "dev", "test")
     }
     seed_everything(0)
-    model = BertSentimentClassifier(BertModel.from_pretrained("minilm"), SST.predicts.num_logits, 0.3, frozen=True)
+    model = BertSentimentClassifier(
+        argparse.Namespace(model="minilm", option="pretrain", num_labels=SST.predicts.num_logits)
+    )
     precision = Precision("fp32", CPU)
 
     def encode() -> dict[str, Split]:

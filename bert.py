@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from base_bert import BertPreTrainedModel
-from config import BertConfig
+from config import ACTIVATIONS, BertConfig
 from kernels import dropout, lookup
 
 
@@ -103,7 +103,7 @@ class BertLayer(nn.Module):
         self.attention_layer_norm = nn.LayerNorm(H, eps=config.layer_norm_eps)
         self.attention_dropout = Dropout(config.hidden_dropout_prob)
         self.interm_dense = nn.Linear(H, inner)
-        self.interm_af = F.gelu
+        self.interm_af = ACTIVATIONS[config.hidden_act]
         self.out_dense = nn.Linear(inner, H)
         self.out_layer_norm = nn.LayerNorm(H, eps=config.layer_norm_eps)
         self.out_dropout = Dropout(config.hidden_dropout_prob)
@@ -148,8 +148,7 @@ class BertModel(BertPreTrainedModel):
     """Embeddings, a stack of BertLayers, and the pooler: tanh(dense(hidden state of [CLS]))."""
 
     def __init__(self, config: BertConfig):
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         H = config.hidden_size
         self.word_embedding = nn.Embedding(config.vocab_size, H, padding_idx=config.pad_token_id)
         self.pos_embedding = nn.Embedding(config.max_position_embeddings, H)
@@ -160,7 +159,7 @@ class BertModel(BertPreTrainedModel):
         self.pooler_dense = nn.Linear(H, H)
         self.pooler_af = nn.Tanh()
         self.checkpoint_activations = False  # True: store the layers' inputs only, recompute the rest in backward
-        self.apply(self.init_weights)
+        self.init_weights()
 
     def compile_layers(self) -> None:
         """Compile every layer for sentences of any length; the parameters keep their names."""

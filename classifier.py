@@ -6,22 +6,34 @@ Trains on SST, then on CFIMDB, and writes predictions/<option>-<task>-{dev,test}
 """
 
 import argparse
+import dataclasses
 import functools
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+import evaluation
 import optimizer
 import shared_flags
 from bert import BertModel, Dropout
-from datasets import Split, epoch_generator, read_split
+from datasets import (
+    SentenceClassificationDataset,
+    SentenceClassificationTestDataset,
+    Split,
+    epoch_generator,
+    read_split,
+)
 from evaluation import predict, score, with_stored_vectors, write_predictions
 from flags import ALWAYS, ArgumentParser, Need, number
 from losses import cross_entropy
-from tasks import CFIMDB, SST, Batch, Output, Task
+from readers import read_examples, report_skipped
+from starter import load_model, restore_model, save_model, seed_everything
+from tasks import CFIMDB, SST, Batch, Category, Output, Task
 from tokenizer import BertTokenizer
 from training import Step, Trainer, fit
 from utils import (
@@ -30,7 +42,6 @@ from utils import (
     choose_device,
     count_parameters,
     run_script,
-    seed_everything,
     writable_directory,
 )
 
@@ -41,12 +52,18 @@ LEARNING_RATES = {"pretrain": 1e-3, "finetune": 1e-5}  # the starter's 1e-3 for 
 class BertSentimentClassifier(nn.Module):
     """The pooled [CLS] vector -> dropout -> linear. A frozen BERT stays in eval mode, so its dropout is off."""
 
-    def __init__(self, bert: BertModel, num_labels: int, hidden_dropout_prob: float, frozen: bool):
+    def __init__(self, config: Any):
+        """config: num_labels, and flags of the script, such as the starter's namespace; the rest are the defaults."""
         super().__init__()
-        self.bert, self.frozen = bert, frozen
-        self.bert.requires_grad_(not frozen)
-        self.dropout = Dropout(hidden_dropout_prob)
-        self.linear = nn.Linear(bert.config.hidden_size, num_labels)
+        args = with_defaults(config)
+        self.bert = BertModel.from_pretrained(
+            args.model, keep_layers=args.keep_layers, local_files_only=args.local_files_only
+        )
+        self.bert.use_attention(args.attention)
+        self.frozen, self.num_labels = args.option == "pretrain", args.num_labels
+        self.bert.requires_grad_(not self.frozen)
+        self.dropout = Dropout(args.hidden_dropout_prob)
+        self.linear = nn.Linear(self.bert.config.hidden_size, args.num_labels)
 
     def train(self, mode: bool = True) -> "BertSentimentClassifier":
         super().train(mode)
@@ -79,14 +96,26 @@ def data_paths(task: Task, args: argparse.Namespace) -> dict[str, Path]:
 
 
 def build_model(task: Task, args: argparse.Namespace) -> BertSentimentClassifier:
-    bert = BertModel.from_pretrained(args.model, keep_layers=args.keep_layers)
-    bert.use_attention(args.attention)
-    frozen = args.option == "pretrain"
-    return BertSentimentClassifier(bert, task.predicts.num_logits, args.hidden_dropout_prob, frozen)
+    return BertSentimentClassifier(argparse.Namespace(**vars(args) | {"num_labels": task.predicts.num_logits}))
 
 
 def train_task(task: Task, args: argparse.Namespace, splits: dict[str, Split], precision: Precision, run: Run) -> float:
     """Train one classifier, write its two prediction files, and return the best dev accuracy."""
+    trainer, best = fit_task(task, args, splits, precision, run)
+    for name in ("dev", "test"):
+        path = args.predictions / f"{args.option}-{task.name}-{name}-out.csv"
+        write_predictions(path, task, predict(trainer.model, splits[name], args.eval_batch_size, precision))
+        print(f"{task.name}: wrote {path}", flush=True)
+    return best
+
+
+def fit_task(
+    task: Task, args: argparse.Namespace, splits: dict[str, Split], precision: Precision, run: Run
+) -> tuple[Trainer, float]:
+    """Train one classifier; return its trainer, with the best epoch's weights, and the best dev accuracy.
+
+    A frozen BERT's vectors are stored in `splits`.
+    """
     seed_everything(args.seed)
     model = build_model(task, args).to(precision.device)
     trainable, total = count_parameters(model)
@@ -94,7 +123,8 @@ def train_task(task: Task, args: argparse.Namespace, splits: dict[str, Split], p
     print(f"{task.name}: {sizes} rows | {trainable:,} of {total:,} parameters train", flush=True)
     batch_size = {"sst": args.batch_size, "cfimdb": args.cfimdb_batch_size}[task.name]
     if model.frozen:
-        splits = {n: with_stored_vectors(model, split, args.eval_batch_size, precision) for n, split in splits.items()}
+        for name, split in splits.items():
+            splits[name] = with_stored_vectors(model, split, args.eval_batch_size, precision)
 
     total_steps = -(-len(splits["train"]) // batch_size)
     update = optimizer.build_optimizer(args, model)
@@ -118,11 +148,7 @@ def train_task(task: Task, args: argparse.Namespace, splits: dict[str, Split], p
         return {"dev": score(task, predict(model, splits["dev"], args.eval_batch_size, precision))}
 
     best = fit(trainer, steps, evaluate, "dev", args.epochs, run, steps_in=lambda epoch: total_steps)
-    for name in ("dev", "test"):
-        path = args.predictions / f"{args.option}-{task.name}-{name}-out.csv"
-        write_predictions(path, task, predict(model, splits[name], args.eval_batch_size, precision))
-        print(f"{task.name}: wrote {path}", flush=True)
-    return best["dev"]
+    return trainer, best["dev"]
 
 
 @functools.cache
@@ -164,6 +190,14 @@ def complete(args: argparse.Namespace) -> argparse.Namespace:
     return argparse.Namespace(**vars(args) | new)
 
 
+def with_defaults(config: Any) -> argparse.Namespace:
+    """Complete flags from any namespace with some of them, such as the starter's; the rest are the defaults."""
+    given = {"local_files_only": False} | vars(config)
+    if "fine_tune_mode" in given and "option" not in given:
+        given["option"] = shared_flags.fine_tune_mode(given["fine_tune_mode"])
+    return complete(argparse.Namespace(**vars(parser().parse_args([])) | given))
+
+
 def get_args(argv: list[str] | None = None) -> argparse.Namespace:
     return parser().parse(argv, complete)
 
@@ -186,6 +220,58 @@ def main() -> None:
         best = train_task(PART_1_TASKS[name], args, task_splits, Precision(args.precision, device), runs[name])
         spent = time.monotonic() - started
         print(f"{name}: best dev accuracy {best:.3f} | {spent:.0f} s | {runs[name].folder}", flush=True)
+
+
+# --- the starter's functions ------------------------------------------------------------------------------------------
+
+SentimentDataset, SentimentTestDataset = SentenceClassificationDataset, SentenceClassificationTestDataset
+model_eval, model_test_eval = evaluation.model_eval, evaluation.model_test_eval
+
+
+def load_data(filename: str | Path, flag: str = "train") -> Any:
+    """Rows (sentence, label, id), with the number of labels if flag is "train"; rows (sentence, id) if it is "test"."""
+    examples = read_examples(SST, [Path(filename)], labeled=flag != "test")
+    report_skipped(examples, str(filename))
+    print(f"load {len(examples)} data from {filename}")
+    if flag == "test":
+        return list(zip(*examples.texts, examples.ids, strict=True))
+    rows = list(zip(*examples.texts, examples.labels, examples.ids, strict=True))
+    return (rows, len(set(examples.labels))) if flag == "train" else rows
+
+
+def train(args: Any) -> None:
+    """Train on args.train, choose the epoch on args.dev, and save the model to args.filepath."""
+    writable_directory(Path(args.filepath).parent, "the directory of the model")
+    _, num_labels = load_data(args.train, "train")
+    task = dataclasses.replace(SST, predicts=Category(num_labels))
+    flags = with_defaults(argparse.Namespace(**{"seed": torch.initial_seed() % 2**31} | vars(args)))
+    config = argparse.Namespace(**vars(flags) | {"num_labels": num_labels})
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [Path(args.train), Path(args.dev)]
+        run = Run.create(Path(folder) / "run", flags, paths)
+        tokenizer = BertTokenizer.from_pretrained(flags.model, max_length=flags.max_length)
+        splits = {
+            name: read_split(task, [path], tokenizer, labeled=True)
+            for name, path in zip(("train", "dev"), paths, strict=True)
+        }
+        trainer, _ = fit_task(task, flags, splits, Precision(flags.precision, choose_device(flags.use_gpu)), run)
+    save_model(trainer.model, trainer.optimizer, args, config, args.filepath)
+
+
+def test(args: Any) -> None:
+    """Write the predictions of the model in args.filepath to args.dev_out and args.test_out."""
+    saved, flags = load_model(args.filepath), with_defaults(args)
+    precision = Precision(flags.precision, choose_device(flags.use_gpu))
+    model = restore_model(BertSentimentClassifier(saved["model_config"]), saved, args.filepath).to(precision.device)
+    task = dataclasses.replace(SST, predicts=Category(model.num_labels))
+    tokenizer = BertTokenizer.from_pretrained(saved["model_config"].model, max_length=flags.max_length)
+    for name, path, out in (("dev", args.dev, args.dev_out), ("test", args.test, args.test_out)):
+        rows = read_split(task, [Path(path)], tokenizer, labeled=name == "dev")
+        predictions = predict(model, rows, flags.eval_batch_size, precision)
+        if name == "dev":
+            print(f"dev acc :: {score(task, predictions):.3f}")
+        writable_directory(Path(out).parent, "the directory of the predictions")
+        write_predictions(Path(out), task, predictions)
 
 
 if __name__ == "__main__":

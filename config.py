@@ -2,8 +2,21 @@
 
 import json
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
+
+import torch.nn.functional as F
+
+# The activation between the two feed-forward layers, by its name in config.json.
+ACTIVATIONS = {
+    "gelu": F.gelu,
+    "gelu_new": partial(F.gelu, approximate="tanh"),
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+}
+# Keys that would change the encoder, with the only value that is supported.
+FIXED = {"position_embedding_type": "absolute", "is_decoder": False, "add_cross_attention": False}
 
 
 @dataclass(frozen=True)
@@ -20,9 +33,15 @@ class BertConfig:
     attention_probs_dropout_prob: float = 0.1
     layer_norm_eps: float = 1e-12
     initializer_range: float = 0.02
+    hidden_act: str = "gelu"
 
     def __post_init__(self) -> None:
-        for field in fields(self):
+        if self.hidden_act not in tuple(ACTIVATIONS):
+            raise ValueError(
+                f"hidden_act must be one of {', '.join(ACTIVATIONS)}, found {self.hidden_act!r}. "
+                "Choose a checkpoint with one of these activations."
+            )
+        for field in (field for field in fields(self) if field.type is not str):
             value = getattr(self, field.name)
             minimum = 0 if field.type is float or field.name == "pad_token_id" else 1
             if not isinstance(value, int | field.type) or value < minimum:
@@ -48,17 +67,21 @@ class BertConfig:
         if not isinstance(values, dict) or values.get("model_type", "bert") != "bert":
             kind = values.get("model_type") if isinstance(values, dict) else type(values).__name__
             raise ValueError(f"{path}: model_type must be 'bert', found {kind!r}. Choose a BERT checkpoint.")
-        for key, supported in {"hidden_act": "gelu", "position_embedding_type": "absolute"}.items():
+        for key, supported in FIXED.items():
             if values.get(key, supported) != supported:
                 raise ValueError(
-                    f"{path}: {key} must be {supported!r}, found {values[key]!r}. Choose a plain BERT checkpoint."
+                    f"{path}: {key} must be {json.dumps(supported)}, found {json.dumps(values[key])}. "
+                    "Choose the checkpoint of a plain BERT encoder."
                 )
         missing = sorted({"vocab_size", "hidden_size", "num_hidden_layers"} - values.keys())
         if missing:
             raise ValueError(f"{path}: a BERT config must state {', '.join(missing)}. Use the checkpoint's own file.")
-        return cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values})
+        try:
+            return cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values})
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
 
     def to_dict(self) -> dict[str, Any]:
         """The contents of config.json, including the keys by which other libraries recognize a BERT."""
-        kind = {"model_type": "bert", "architectures": ["BertModel"], "hidden_act": "gelu"}
+        kind = {"model_type": "bert", "architectures": ["BertModel"]}
         return kind | asdict(self)

@@ -13,7 +13,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Generator, Tensor
 
-from datasets import Ragged, bucketed_rows, epoch_generator, join_pair
+from datasets import Ragged, bucketed_rows, epoch_generator, join_pair, trim_padding
 from readers import NO_GOLD_LABEL, nli_lines, read_examples, report_skipped, text_lines
 from tasks import PARA, Batch, Encoded, Task
 from tokenizer import SPECIAL_TOKENS, BertTokenizer
@@ -299,7 +299,7 @@ class NextSentences:
         lengths = self.tokens.lengths[self.first] + self.tokens.lengths[second]
         for rows in bucketed_rows(lengths, batch_size, generator):
             a, b = (self.tokens.pad(side[rows], self.padding_id) for side in (self.first, second))
-            yield Batch("nsp", [], (join_pair(a, b, self.max_length),), labels[rows])
+            yield Batch("nsp", [], (trim_padding(join_pair(a, b, self.max_length)),), labels[rows])
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import hashlib
 import itertools
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,6 @@ from typing import Any, NamedTuple, Protocol, Self
 import numpy as np
 import torch
 from torch import Generator, Tensor
-from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 from readers import Examples, read_examples, report_skipped
@@ -28,7 +28,7 @@ CHUNK = 20_000  # rows tokenized at a time: the tokenizer's own objects, far lar
 
 def _tokenize_chunk(tokenizer: BertTokenizer, sentences: list[str], pairs: list[str] | None) -> tuple[Tensor, ...]:
     """Concatenated token ids and segment ids, lengths, whether a row was truncated, and tags if the tokenizer tags."""
-    encoded = tokenizer.encode(sentences, pairs)
+    encoded = tokenizer.encode_all(sentences, pairs)
     lengths = [len(e) for e in encoded]
 
     def concatenate(name: str, kind: type) -> Tensor:
@@ -112,26 +112,37 @@ def tokenize_joined_both_ways(tokenizer: BertTokenizer, texts: Texts) -> tuple[R
 def join_pair(first: Encoded, second: Encoded, max_length: int) -> Encoded:
     """Join padded `[CLS] a [SEP]` and `[CLS] b [SEP]` into padded `[CLS] a [SEP] b [SEP]` with real segment ids.
 
-    A pair that is too long loses tokens of its longer side first, as the tokenizer truncates it.
+    A pair that is too long loses tokens of its longer side first, as the tokenizer truncates it. The result's width
+    follows from the inputs' widths alone, so that the model can be exported: trim_padding removes empty columns.
     """
-    joined, segments = [], []
-    for row in range(len(first.token_ids)):
-        a, b = (e.token_ids[row][e.attention_mask[row].bool()] for e in (first, second))
-        keep_a, keep_b = cut_longest_first(len(a) - 2, len(b) - 2, max_length - 3)
-        a, b = torch.cat([a[: 1 + keep_a], a[-1:]]), torch.cat([b[1 : 1 + keep_b], b[-1:]])  # drops b's [CLS]
-        joined.append(torch.cat([a, b]))
-        segments.append(torch.cat([torch.zeros_like(a), torch.ones_like(b)]))
-    token_ids = pad_sequence(joined, batch_first=True)
-    mask = pad_sequence([torch.ones_like(ids) for ids in joined], batch_first=True)
-    return Encoded(token_ids, mask, pad_sequence(segments, batch_first=True))
+    T = first.token_ids.size(1)
+    a, b = (e.attention_mask.sum(dim=1, keepdim=True) - 2 for e in (first, second))  # (B, 1), tokens of each side
+    keep_a, keep_b = cut_longest_first(a, b, max_length - 3)
+    # Where the pieces of `[CLS] a [SEP] b [SEP]` end, in the result and in the two inputs side by side.
+    middle, end = keep_a + 1, keep_a + keep_b + 2  # (B, 1), the places of both [SEP]
+    width = torch.sym_min(T + second.token_ids.size(1) - 1, max_length)
+    column = torch.arange(width, device=a.device)[None]  # (1, T')
+    place = torch.where(column < middle, column, T + column - middle)  # a with its [CLS], then b without
+    place = torch.where(column == middle, a + 1, torch.where(column == end, T + b + 1, place))
+    mask = column <= end  # (B, T')
+    both = torch.cat([first.token_ids, second.token_ids], dim=1)
+    token_ids = torch.where(mask, both.gather(1, torch.where(mask, place, 0)), 0)
+    return Encoded(token_ids, mask.long(), (mask & (column > middle)).long())
 
 
-def cut_longest_first(a: int, b: int, room: int) -> tuple[int, int]:
+def cut_longest_first(a: Tensor, b: Tensor, room: int) -> tuple[Tensor, Tensor]:
     """The number of tokens kept of each side; the shorter side stays whole while it fills at most half of the room."""
-    if a + b <= room:
-        return a, b
-    short = min(a, b, room // 2)
-    return (short, room - short) if a <= b else (room - short, short)
+    short = torch.minimum(a, b).clamp(max=room // 2)
+    cut = a + b > room
+    keep_a = torch.where(cut, torch.where(a <= b, short, room - short), a)
+    keep_b = torch.where(cut, torch.where(a <= b, room - short, short), b)
+    return keep_a, keep_b
+
+
+def trim_padding(encoded: Encoded) -> Encoded:
+    """The same rows without the columns that are padding in all of them."""
+    longest = int(encoded.attention_mask.sum(dim=1).max())
+    return Encoded(*(None if part is None else part[:, :longest] for part in encoded))
 
 
 SINGLE = Pairing(tokenize_apart, lambda a, b, most: (a,), ((0,),))
@@ -287,11 +298,12 @@ def read_split(
 
 
 class _TokenizedDataset(Dataset):
-    """Rows as the starter's loaders return them; collate_fn tokenizes a batch and returns the starter's keys."""
+    """Rows as the starter's loaders return them. pad_data tokenizes them; collate_fn names what it returns."""
 
     def __init__(self, dataset: list[tuple], args: argparse.Namespace):
         self.dataset, self.p = dataset, args
-        self.tokenizer = BertTokenizer.from_pretrained(getattr(args, "model", "bert-base-uncased"))
+        name, local = getattr(args, "model", "bert-base-uncased"), getattr(args, "local_files_only", False)
+        self.tokenizer = BertTokenizer.from_pretrained(name, local_files_only=local)
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -299,52 +311,77 @@ class _TokenizedDataset(Dataset):
     def __getitem__(self, index: int) -> tuple:
         return self.dataset[index]
 
-    def encoded(self, sentences: list[str], suffix: str = "") -> dict[str, Tensor]:
-        encoded = self.tokenizer(sentences)
-        names = {"token_ids": "input_ids", "token_type_ids": "token_type_ids", "attention_mask": "attention_mask"}
-        return {f"{ours}{suffix}": encoded[theirs] for ours, theirs in names.items()}
+    def encoded(self, sentences: list[str]) -> tuple[Tensor, Tensor, Tensor]:
+        """token_ids, token_type_ids, attention_mask: (B, T) each"""
+        encoded = self.tokenizer(sentences, return_tensors="pt", padding=True, truncation=True)
+        return encoded["input_ids"], encoded["token_type_ids"], encoded["attention_mask"]
 
 
-def _label_tensor(labels: list[int | float]) -> Tensor:
-    """Classes stay whole numbers and similarities stay fractions: the labels decide, not a default argument."""
-    return torch.tensor(labels, dtype=torch.float64 if any(isinstance(x, float) for x in labels) else torch.int64)
-
-
-class SentenceClassificationDataset(_TokenizedDataset):
-    """Rows (sentence, label, id)."""
-
-    def collate_fn(self, rows: list[tuple[str, int, str]]) -> dict[str, Any]:
-        sentences, labels, ids = map(list, zip(*rows, strict=True))
-        return self.encoded(sentences) | {"labels": _label_tensor(labels), "sents": sentences, "sent_ids": ids}
+def _label_tensor(labels: list[int | float], regression: bool = False) -> Tensor:
+    """Fractions stay fractions, whatever the argument says; with regression, whole numbers become float64 as well."""
+    regression = regression or any(isinstance(label, float) for label in labels)
+    return torch.tensor(labels, dtype=torch.float64 if regression else torch.int64)
 
 
 class SentenceClassificationTestDataset(_TokenizedDataset):
     """Rows (sentence, id)."""
 
-    def collate_fn(self, rows: list[tuple[str, str]]) -> dict[str, Any]:
+    keys = ("token_ids", "attention_mask", "sents", "sent_ids")
+
+    def pad_data(self, rows: list[tuple[str, str]]) -> tuple:
         sentences, ids = map(list, zip(*rows, strict=True))
-        return self.encoded(sentences) | {"sents": sentences, "sent_ids": ids}
+        token_ids, _, attention_mask = self.encoded(sentences)
+        return token_ids, attention_mask, sentences, ids
+
+    def collate_fn(self, rows: list[tuple]) -> dict[str, Any]:
+        batch = dict(zip(self.keys, self.pad_data(rows), strict=True))
+        return batch | {"token_type_ids": torch.zeros_like(batch["token_ids"])}
 
 
-class SentencePairDataset(_TokenizedDataset):
-    """Rows (sentence1, sentence2, label, id). isRegression is accepted as in the starter, but the labels decide."""
+class SentenceClassificationDataset(SentenceClassificationTestDataset):
+    """Rows (sentence, label, id)."""
 
-    def __init__(self, dataset: list[tuple], args: argparse.Namespace, isRegression: bool = False):
-        super().__init__(dataset, args)
-        self.isRegression = isRegression
+    keys = ("token_ids", "attention_mask", "labels", "sents", "sent_ids")
 
-    def collate_fn(self, rows: list[tuple[str, str, int | float, str]]) -> dict[str, Any]:
-        first, second, labels, ids = map(list, zip(*rows, strict=True))
-        both = self.encoded(first, "_1") | self.encoded(second, "_2")
-        return both | {"labels": _label_tensor(labels), "sent_ids": ids}
+    def pad_data(self, rows: list[tuple[str, int, str]]) -> tuple:
+        sentences, labels, ids = map(list, zip(*rows, strict=True))
+        token_ids, _, attention_mask = self.encoded(sentences)
+        return token_ids, attention_mask, _label_tensor(labels), sentences, ids
+
+
+PAIR_KEYS = tuple(f"{name}_{side}" for side in (1, 2) for name in ("token_ids", "token_type_ids", "attention_mask"))
 
 
 class SentencePairTestDataset(_TokenizedDataset):
     """Rows (sentence1, sentence2, id)."""
 
-    def collate_fn(self, rows: list[tuple[str, str, str]]) -> dict[str, Any]:
+    keys = (*PAIR_KEYS, "sent_ids")
+
+    def pad_data(self, rows: list[tuple[str, str, str]]) -> tuple:
         first, second, ids = map(list, zip(*rows, strict=True))
-        return self.encoded(first, "_1") | self.encoded(second, "_2") | {"sent_ids": ids}
+        return *self.encoded(first), *self.encoded(second), ids
+
+    def collate_fn(self, rows: list[tuple]) -> dict[str, Any]:
+        return dict(zip(self.keys, self.pad_data(rows), strict=True))
+
+
+class SentencePairDataset(SentencePairTestDataset):
+    """Rows (sentence1, sentence2, label, id). isRegression: labels are float64, as fractions are without it."""
+
+    keys = (*PAIR_KEYS, "labels", "sent_ids")
+
+    def __init__(self, dataset: list[tuple], args: argparse.Namespace, isRegression: bool = False):
+        super().__init__(dataset, args)
+        self.isRegression = isRegression
+
+    def pad_data(self, rows: list[tuple[str, str, int | float, str]]) -> tuple:
+        first, second, labels, ids = map(list, zip(*rows, strict=True))
+        return *self.encoded(first), *self.encoded(second), _label_tensor(labels, self.isRegression), ids
+
+
+def preprocess_string(text: str) -> str:
+    """Lower case, and a space before `.`, `?`, `,` and `'`; the tokenizer makes the same pieces with and without it."""
+    return " ".join(re.sub(r"([.?,'])", r" \1", text.lower()).split())
 
 
 def load_multitask_data(
@@ -367,3 +404,13 @@ def load_multitask_data(
     sentiment, paraphrase, similarity = rows
     labels = dict.fromkeys(row[1] for row in sentiment) if labeled else {}
     return sentiment, {label: index for index, label in enumerate(labels)}, paraphrase, similarity
+
+
+def load_multitask_test_data(
+    sentiment_filename: str = "data/ids-sst-test-student.csv",
+    paraphrase_filename: str = "data/quora-test-student.csv",
+    similarity_filename: str = "data/sts-test-student.csv",
+) -> tuple[list[str], list[tuple[str, str]], list[tuple[str, str]]]:
+    """2023's loader of test texts without their ids: sentences, question pairs, sentence pairs."""
+    sentiment, _, *pairs = load_multitask_data(sentiment_filename, paraphrase_filename, similarity_filename, "test")
+    return [text for text, _ in sentiment], *([row[:2] for row in rows] for rows in pairs)

@@ -6,6 +6,7 @@ As a script, it scores the dev files of a directory against the labels:
 """
 
 import argparse
+import functools
 import re
 import zlib
 from collections.abc import Callable, Iterable
@@ -16,13 +17,22 @@ from zipfile import BadZipFile
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from datasets import Split, sorted_rows
+from datasets import (
+    SentenceClassificationDataset,
+    SentenceClassificationTestDataset,
+    SentencePairDataset,
+    SentencePairTestDataset,
+    Split,
+    load_multitask_data,
+    sorted_rows,
+)
 from flags import ALWAYS, ArgumentParser
 from readers import read_examples
 from tasks import PARA, SST, STS, TASKS, Batch, Output, Predictions, Task
-from utils import InputError, Precision, atomic_path, run_script, warn, write_text
+from utils import InputError, Precision, atomic_path, run_script, warn, writable_directory, write_text
 
 
 class Predictor(Protocol):
@@ -244,44 +254,103 @@ def _id_problems(path: Path, found: set[str], data: Path, expected: set[str]) ->
     ]
 
 
-# --- the starter's functions, with results in the order of 2024 -------------------------------------------------------
+# --- the starter's functions, with results in the order of 2024 unless they say otherwise -----------------------------
+
+Loader = Iterable[dict[str, Any]]  # the starter's batches
 
 
-def model_eval_sst(dataloader: Iterable[dict[str, Any]], model: Any, device: torch.device) -> tuple:
+def model_eval(dataloader: Loader, model: Any, device: torch.device) -> tuple:
+    """Part 1, on a model that returns logits: (accuracy, macro F1, predictions, labels, sentences, ids)"""
+    return _with_scores(_run(dataloader, model, model, device, SST, ("sent_ids", "labels", "sents")))
+
+
+def model_test_eval(dataloader: Loader, model: Any, device: torch.device) -> tuple:
+    """Part 1: (predictions, sentences, ids)"""
+    return tuple(_run(dataloader, model, model, device, SST, ("sents", "sent_ids")))
+
+
+def model_eval_sst(dataloader: Loader, model: Any, device: torch.device) -> tuple:
     """(accuracy, macro F1, predictions, labels, sentences, ids)"""
-    values, ids, labels, sentences = _run(dataloader, model, device, "sst", ("sent_ids", "labels", "sents"))
+    columns = "sent_ids", "labels", "sents"
+    return _with_scores(_run(dataloader, model, model.predict_sentiment, device, SST, columns))
+
+
+def _with_scores(columns: list[list[Any]]) -> tuple:
+    values, ids, labels, sentences = columns
     scored = np.array(values), np.array(labels)
     return SST.predicts.score(*scored), macro_f1(*scored), values, labels, sentences, ids
 
 
 def model_eval_multitask(
-    sentiment_dataloader: Iterable[dict[str, Any]],
-    paraphrase_dataloader: Iterable[dict[str, Any]],
-    sts_dataloader: Iterable[dict[str, Any]],
+    sentiment_dataloader: Loader,
+    paraphrase_dataloader: Loader,
+    sts_dataloader: Loader,
     model: Any,
     device: torch.device,
 ) -> tuple:
     """(sst accuracy, predictions, ids, para accuracy, predictions, ids, sts correlation, predictions, ids)"""
     results: list[Any] = []
-    loaders = {"sst": sentiment_dataloader, "para": paraphrase_dataloader, "sts": sts_dataloader}
-    for name, loader in loaders.items():
-        values, ids, labels = _run(loader, model, device, name, ("sent_ids", "labels"))
-        results += [TASKS[name].predicts.score(np.array(values), np.array(labels)), values, ids]
+    loaders = sentiment_dataloader, paraphrase_dataloader, sts_dataloader
+    for task, loader in zip((SST, PARA, STS), loaders, strict=True):
+        values, ids, labels = _run(loader, model, _asker(model, task), device, task, ("sent_ids", "labels"))
+        results += [task.predicts.score(np.array(values), np.array(labels)), values, ids]
     return tuple(results)
 
 
 def model_eval_test_multitask(
-    sentiment_dataloader: Iterable[dict[str, Any]],
-    paraphrase_dataloader: Iterable[dict[str, Any]],
-    sts_dataloader: Iterable[dict[str, Any]],
+    sentiment_dataloader: Loader,
+    paraphrase_dataloader: Loader,
+    sts_dataloader: Loader,
     model: Any,
     device: torch.device,
 ) -> tuple:
     """(sst predictions, ids, para predictions, ids, sts predictions, ids)"""
     results: list[Any] = []
-    loaders = {"sst": sentiment_dataloader, "para": paraphrase_dataloader, "sts": sts_dataloader}
-    for name, loader in loaders.items():
-        results += _run(loader, model, device, name, ("sent_ids",))
+    loaders = sentiment_dataloader, paraphrase_dataloader, sts_dataloader
+    for task, loader in zip((SST, PARA, STS), loaders, strict=True):
+        results += _run(loader, model, _asker(model, task), device, task, ("sent_ids",))
+    return tuple(results)
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+    warn(message)
+
+
+def test_model_multitask(args: argparse.Namespace, model: Any, device: torch.device) -> tuple:
+    """2023's: write the six prediction files, and return the dev results in the order of 2023:
+
+    (para accuracy, predictions, ids, sst accuracy, predictions, ids, sts correlation, predictions, ids)
+    """
+    _say_once(
+        "test_model_multitask returns results in the order of 2023: para, sst, sts. model_eval_multitask and "
+        "model_eval_test_multitask return them in the order of 2024: sst, para, sts."
+    )
+    dev, _ = write_starter_predictions(args, model, device)
+    return *dev[3:6], *dev[:3], *dev[6:]
+
+
+def write_starter_predictions(args: argparse.Namespace, model: Any, device: torch.device) -> tuple[tuple, tuple]:
+    """Write the six prediction files; the results of model_eval_multitask and of model_eval_test_multitask.
+
+    args: the starter's: sst_dev, sst_dev_out and so on, and batch_size.
+    """
+    results = []
+    for split, kinds, evaluate in (
+        ("dev", (SentenceClassificationDataset, SentencePairDataset), model_eval_multitask),
+        ("test", (SentenceClassificationTestDataset, SentencePairTestDataset), model_eval_test_multitask),
+    ):
+        paths = [getattr(args, f"{task.name}_{split}") for task in (SST, PARA, STS)]
+        sst, _, *pairs = load_multitask_data(*paths, split)
+        datasets = [kinds[0](sst, args), *(kinds[1](rows, args) for rows in pairs)]
+        loaders = [DataLoader(d, batch_size=args.batch_size, collate_fn=d.collate_fn) for d in datasets]
+        results.append(evaluate(*loaders, model, device))
+        columns = len(results[-1]) // 3  # the last two of a task's columns are predictions and ids
+        for number, task in enumerate((SST, PARA, STS), start=1):
+            values, ids = results[-1][columns * number - 2 : columns * number]
+            path = Path(getattr(args, f"{task.name}_{split}_out"))
+            writable_directory(path.parent, f"the directory of --{task.name}_{split}_out")
+            write_predictions(path, task, Predictions(ids, np.empty(0), np.array(values), None))
     return tuple(results)
 
 
@@ -294,19 +363,29 @@ def macro_f1(values: np.ndarray, labels: np.ndarray) -> float:
     return float(np.mean(scores))
 
 
+def _asker(model: Any, task: Task) -> Callable[..., Tensor]:
+    """The starter's method that returns this task's logits."""
+    names = {"sst": "predict_sentiment", "para": "predict_paraphrase", "sts": "predict_similarity"}
+    return getattr(model, names[task.name])
+
+
 @torch.no_grad()
 def _run(
-    loader: Iterable[dict[str, Any]], model: Any, device: torch.device, name: str, keys: tuple[str, ...]
+    loader: Loader,
+    model: Any,
+    ask: Callable[..., Tensor],
+    device: torch.device,
+    task: Task,
+    keys: tuple[str, ...],
 ) -> list[list[Any]]:
-    """The predictions of the model's predict_<task> in the order of the loader, then the entries under `keys`."""
+    """The predictions from the logits of `ask` in the order of the loader, then the entries under `keys`."""
     model.eval()
-    ask = {"sst": "predict_sentiment", "para": "predict_paraphrase", "sts": "predict_similarity"}[name]
-    suffixes = ("",) if name == "sst" else ("_1", "_2")
+    suffixes = ("_1", "_2") if task.is_pair else ("",)
     values: list[Any] = []
     others: list[list[Any]] = [[] for _ in keys]
-    for batch in tqdm(loader, desc=name, leave=False, disable=None):
+    for batch in tqdm(loader, desc=task.name, leave=False, disable=None):
         inputs = [batch[f"{key}{suffix}"].to(device) for suffix in suffixes for key in ("token_ids", "attention_mask")]
-        values += list(TASKS[name].predicts.decode(getattr(model, ask)(*inputs)).cpu().numpy())
+        values += list(task.predicts.decode(ask(*inputs)).cpu().numpy())
         for kept, key in zip(others, keys, strict=True):
             kept += batch[key].tolist() if isinstance(batch[key], Tensor) else batch[key]
     return [values, *others]

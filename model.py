@@ -88,6 +88,9 @@ class MultitaskBERT(nn.Module):
         self.max_length = min(max_length, bert.config.max_position_embeddings)
         self.bert.requires_grad_(train_encoder and not frozen)
         self.branches = {branch.task.name: branch for branch in branches}
+        for name, branch in self.branches.items():
+            if branch.task.is_pair and branch.pairing.startswith("cross"):
+                bert.check_segments(f"--{name}_pairing {branch.pairing}", f"--{name}_pairing bi")
         H = bert.config.hidden_size
         self.poolers = nn.ModuleDict()
         self.heads = nn.ModuleDict()
@@ -166,7 +169,7 @@ class MultitaskBERT(nn.Module):
             vectors = torch.cat([checkpoint(encode, *chunk, use_reentrant=False) for chunk in chunks])  # (R, H)
         else:
             vectors = encode(embeddings, mask)
-        return vectors.chunk(len(batch.sentences))
+        return vectors.unflatten(0, (len(batch.sentences), -1)).unbind()  # (R, H) -> one (B, H) per sentence
 
     def _encode(self, layers: Iterable[Layer], pooler: Pooler, embeddings: Tensor, mask: Tensor) -> Tensor:
         return pooler(self.bert.encode(embeddings, mask, layers), mask)  # (R, T, H) -> (R, H)

@@ -30,7 +30,8 @@ from utils import InputError, Precision, SideStream
 
 def model_values(args: argparse.Namespace) -> dict[str, Any]:
     """The arguments of MultitaskBERT."""
-    bert = BertModel.from_pretrained(args.model, keep_layers=args.keep_layers)
+    local = getattr(args, "local_files_only", False)  # the starter's
+    bert = BertModel.from_pretrained(args.model, keep_layers=args.keep_layers, local_files_only=local)
     bert.use_attention(args.attention)
     bert.checkpoint_activations = args.checkpoint_activations
     return {

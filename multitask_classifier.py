@@ -30,9 +30,20 @@ import multitask_flags
 import pos
 import sampling
 from datasets import endless_batches, read_split
-from evaluation import overall, predict, score, score_line, with_stored_vectors, write_logits, write_predictions
+from evaluation import (
+    overall,
+    predict,
+    score,
+    score_line,
+    test_model_multitask,
+    with_stored_vectors,
+    write_logits,
+    write_predictions,
+    write_starter_predictions,
+)
 from multitask_build import Splits, load_splits
 from multitask_flags import data_paths, with_defaults
+from starter import load_model, restore_model, save_model, seed_everything
 from tasks import TASKS
 from tokenizer import BertTokenizer
 from training import Step, fit, grouped, restore_best
@@ -44,7 +55,6 @@ from utils import (
     count_parameters,
     dry_run_directory,
     run_script,
-    seed_everything,
     writable_directory,
 )
 
@@ -77,8 +87,16 @@ class Trained(NamedTuple):
 
 
 def train_multitask(args: argparse.Namespace, on_epoch: OnEpoch = lambda epoch, scores: None) -> dict[str, float]:
-    """Train, and return the dev scores of the best epoch; the run's directory keeps its weights."""
-    return train(with_defaults(args), on_epoch).scores
+    """Train, and return the dev scores of the best epoch; the run's directory keeps its weights.
+
+    If the flags have the starter's `filepath`, the model is saved there as well.
+    """
+    if hasattr(args, "filepath"):
+        writable_directory(Path(args.filepath).parent, "the directory of the model")
+    trained = train(with_defaults(args), on_epoch)
+    if hasattr(args, "filepath"):
+        save_model(trained.model, None, args, trained.args, args.filepath)
+    return trained.scores
 
 
 def train(args: argparse.Namespace, on_epoch: OnEpoch = lambda epoch, scores: None) -> Trained:
@@ -155,7 +173,13 @@ def describe(args: argparse.Namespace, network: model.MultitaskBERT, splits: Spl
 
 
 def test_multitask(args: argparse.Namespace) -> None:
-    """Write the prediction files and the logits of a run that was trained before."""
+    """Write the prediction files and the logits of a run that was trained before.
+
+    If the flags have the starter's `filepath`, write the prediction files of the model that was saved there.
+    """
+    if hasattr(args, "filepath"):
+        write_starter_predictions(with_defaults(args), *load_saved(args))
+        return
     args = with_defaults(args)
     if args.predict_train and args.repeated_ids:
         raise InputError(
@@ -201,6 +225,20 @@ def write_training_logits(trained: Trained) -> None:
         write_logits(path, predictions)
         shown = f"train score {score(branch.task, predictions):.4f}"
         print(f"{name}: wrote {path}, {len(predictions.ids)} rows | {shown}", flush=True)
+
+
+# --- the starter's functions of 2023 ----------------------------------------------------------------------------------
+
+
+def load_saved(args: argparse.Namespace) -> tuple[MultitaskBERT, torch.device]:
+    """The model in args.filepath, and its device."""
+    device, saved = choose_device(with_defaults(args).use_gpu), load_model(args.filepath)
+    return restore_model(MultitaskBERT(saved["model_config"]), saved, args.filepath).to(device), device
+
+
+def test_model(args: argparse.Namespace) -> None:
+    """2023's name of test_multitask: write the prediction files of the model in args.filepath."""
+    test_model_multitask(with_defaults(args), *load_saved(args))
 
 
 # --- script -----------------------------------------------------------------------------------------------------------

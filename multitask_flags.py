@@ -237,6 +237,11 @@ def file_flags() -> set[str]:
 
 def of_run(folder: Path, argv: list[str] | None = None) -> argparse.Namespace:
     """The flags that a run was trained with, overridden by those given now, such as --use_gpu or --data."""
+    if folder.is_file():
+        raise InputError(
+            f"--run {folder}: must be the directory of a run, found a file. For a .pt file of a script in the "
+            "starter's style, call test_multitask(args) with args.filepath there."
+        )
     stored = Run.reopen(folder).facts["args"]
     if not (folder / "model.safetensors").is_file():  # an ensemble of logits has none
         raise InputError(f"{folder}: must have model.safetensors, found none. Use a trained run, or a soup.")

@@ -253,7 +253,12 @@ class TaggingTokenizer(BertTokenizer):
     """A tokenizer whose encodings come with part-of-speech tags."""
 
     def __init__(self, tokenizer: BertTokenizer, tagger: PosTagger):
-        super().__init__(tokenizer.vocabulary, lowercase=tokenizer.lowercase, max_length=tokenizer.max_length)
+        super().__init__(
+            tokenizer.vocabulary,
+            lowercase=tokenizer.lowercase,
+            max_length=tokenizer.max_length,
+            model_max_length=tokenizer.model_max_length,
+        )
         self.tagger = tagger
 
     def prepare(self, columns: Iterable[list[str]]) -> None:

@@ -32,6 +32,7 @@ import optimizer
 import shared_flags
 from base_bert import copy_tensors, find_checkpoint, modern_name, read_weights
 from bert import BertModel
+from config import ACTIVATIONS
 from corpus import HELD_OUT_SEED, IGNORED, Corpus, Documents, Masking, Pair, PairCorpus
 from datasets import Source, endless_batches
 from flags import ALWAYS, ArgumentParser, Need, Switch, number, parse_spec
@@ -58,9 +59,10 @@ HELD_OUT_BATCH = 32  # not a flag: held-out figures of different runs must be co
 
 
 class WordHead(nn.Module):
-    """Logits over all word pieces: W LayerNorm(gelu(dense(h))) + b, where W is the word embedding matrix.
+    """Logits over all word pieces: W LayerNorm(act(dense(h))) + b, where W is the word embedding matrix.
 
-    Devlin et al. 2019, section 3.1, task 1, as in their code. The parameters have transformers' names.
+    Devlin et al. 2019, section 3.1, task 1, as in their code, where act is the encoder's activation. The parameters
+    have transformers' names.
     """
 
     def __init__(self, bert: BertModel):
@@ -69,13 +71,14 @@ class WordHead(nn.Module):
         norm = nn.LayerNorm(H, eps=bert.config.layer_norm_eps)
         self.transform = nn.ModuleDict({"dense": nn.Linear(H, H), "LayerNorm": norm})
         self.bias = nn.Parameter(torch.zeros(bert.config.vocab_size))
+        self.activation = ACTIVATIONS[bert.config.hidden_act]
         self.encoder = (bert,)  # in a tuple, so that its parameters are not registered twice
-        self.apply(bert.init_weights)
+        self.apply(bert.init_module)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """(M, H) -> (M, V)"""
         (bert,) = self.encoder
-        hidden = self.transform["LayerNorm"](F.gelu(self.transform["dense"](hidden)))
+        hidden = self.transform["LayerNorm"](self.activation(self.transform["dense"](hidden)))
         return F.linear(hidden, bert.word_embedding.weight, self.bias)
 
 
@@ -90,7 +93,8 @@ class PretrainingBERT(nn.Module):
         if "mlm" in names:
             self.cls["predictions"] = WordHead(bert)
         if "nsp" in names:
-            self.cls["seq_relationship"] = nn.Linear(bert.config.hidden_size, 2).apply(bert.init_weights)
+            bert.check_segments("--objective nsp", "--objective mlm")
+            self.cls["seq_relationship"] = nn.Linear(bert.config.hidden_size, 2).apply(bert.init_module)
         if names & CONTRASTIVE:
             self.poolers["simcse"] = heads.POOLERS[pooling](bert)
         bert.pooler_dense.requires_grad_("nsp" in names or (bool(names & CONTRASTIVE) and pooling == "pooler"))

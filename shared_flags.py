@@ -75,8 +75,8 @@ def add_long_training(parser: ArgumentParser) -> None:
 
 def add_files(parser: ArgumentParser, max_length: int) -> None:
     add = parser.section("files")
-    add("--max_length", type=number(int, 4, 512), default=max_length, needs=ALWAYS, metavar="N",
-        help="truncate longer texts to N tokens")  # fmt: skip
+    add("--max_length", type=number(int, 4, 100_000), default=max_length, needs=ALWAYS, metavar="N",
+        help="truncate longer texts to N tokens, at most what the checkpoint supports")  # fmt: skip
     add("--strict_data", action=Switch, needs=ALWAYS, help="stop at a row that cannot be used instead of skipping it")
     add("--runs", type=Path, default=Path("runs"), needs=ALWAYS, help="directory for runs: log, weights, state")
 

@@ -397,6 +397,14 @@ def _commit() -> str | None:
         return None
 
 
+def get_extended_attention_mask(attention_mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """The starter's mask to add to attention scores: (B, T) of 1 and 0 -> (B, 1, 1, T) of 0 and -10000.
+
+    bert.py has -inf for padding, so that its attention weight is exactly 0.
+    """
+    return (1.0 - attention_mask[:, None, None, :].to(dtype)) * -10000.0
+
+
 def count_parameters(model: nn.Module) -> tuple[int, int]:
     """The number of trainable parameters, and of all."""
     sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]

@@ -53,6 +53,11 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def padded(tokenizer: BertTokenizer, *texts: list[str]) -> dict[str, torch.Tensor]:
+    """Sentences or pairs as the starter's data sets tokenize them: padded tensors (B, T)."""
+    return tokenizer(*texts, return_tensors="pt", padding=True, truncation=True)
+
+
 def write_task_files(folder: Path, rows: int = 8) -> None:
     """Write small train, dev and test files of all four tasks in the course's format."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -302,8 +302,13 @@ def test_a_pickle_that_is_no_table_of_tensors_is_refused(
         ("[1, 2]", "model_type must be 'bert', found 'list'"),
         ('{"model_type": "gpt2"}', "model_type must be 'bert', found 'gpt2'"),
         ('{"model_type": "bert"}', "a BERT config must state hidden_size, num_hidden_layers, vocab_size"),
+        ('{"model_type": "bert", "is_decoder": true}', "is_decoder must be false, found true. Choose the checkpoint"),
+        (
+            '{"vocab_size": 30522, "hidden_size": 32, "num_hidden_layers": 1, "hidden_act": "silu"}',
+            "hidden_act must be one of gelu, gelu_new, gelu_pytorch_tanh, relu, found 'silu'",
+        ),
     ],
-    ids=["not JSON", "not UTF-8", "a list", "another model", "a config without sizes"],
+    ids=["not JSON", "not UTF-8", "a list", "another model", "a config without sizes", "a decoder", "an activation"],
 )
 def test_a_config_that_describes_no_bert_is_refused(
     content: str | bytes, rule: str, classify: Classify, checkpoint: Path, tmp_path: Path
@@ -311,7 +316,7 @@ def test_a_config_that_describes_no_bert_is_refused(
     path = checkpoint / "config.json"
     path.write_bytes(content.encode() if isinstance(content, str) else content)
     finished = classify("--model", checkpoint)
-    assert_refused(finished, tmp_path, f"{path}: {rule}")
+    assert_refused(finished, tmp_path, f"error: {path}: {rule}")
     assert A_REMEDY.search(finished.err)
 
 

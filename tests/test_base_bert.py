@@ -17,7 +17,8 @@ from safetensors.torch import load_file, save_file
 import base_bert
 from base_bert import checkpoint_state, find_checkpoint, load_checkpoint_state
 from bert import BertModel
-from config import BertConfig
+from config import ACTIVATIONS, BertConfig
+from tokenizer import BertTokenizer
 from utils import InputError
 
 IDS = torch.tensor([[101, 7592, 2088, 102], [101, 2003, 102, 0]])
@@ -215,7 +216,11 @@ def test_bert_large_has_the_names_and_shapes_of_transformers(tmp_path: Path) -> 
     ("change", "named"),
     [
         ({"model_type": "roberta"}, "model_type"),
-        ({"hidden_act": "relu"}, "hidden_act"),
+        ({"hidden_act": "silu"}, "hidden_act must be one of gelu, gelu_new, gelu_pytorch_tanh, relu, found 'silu'"),
+        ({"hidden_act": ["gelu"]}, "hidden_act must be one of"),
+        ({"is_decoder": True}, "is_decoder must be false, found true. Choose the checkpoint of a plain BERT encoder"),
+        ({"add_cross_attention": True}, "add_cross_attention must be false, found true"),
+        ({"position_embedding_type": "relative_key"}, 'position_embedding_type must be "absolute"'),
         ({"hidden_size": 30}, "multiple"),
     ],
 )
@@ -226,6 +231,108 @@ def test_an_unsupported_config_is_refused(tiny_checkpoint: Path, tmp_path: Path,
         BertConfig.from_file(tmp_path / "config.json")
     with pytest.raises(InputError, match=named):
         BertModel.from_pretrained(str(tmp_path))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_every_activation_gives_the_outputs_of_transformers_and_is_saved(activation: str, tmp_path: Path) -> None:
+    """The weights are large, so that the activations differ by far more than the tolerance."""
+    torch.manual_seed(0)
+    shape = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64)
+    theirs = transformers.BertModel(transformers.BertConfig(**shape, hidden_act=activation, initializer_range=0.5))
+    theirs.save_pretrained(tmp_path / "theirs")
+    ours = BertModel.from_pretrained(tmp_path / "theirs")
+    torch.testing.assert_close(outputs(ours), outputs(theirs), atol=1e-5, rtol=0)
+    ours.save_pretrained(tmp_path / "ours")
+    again = transformers.AutoModel.from_pretrained(tmp_path / "ours")
+    assert again.config.hidden_act == activation
+    torch.testing.assert_close(outputs(again), outputs(theirs), atol=1e-5, rtol=0)
+    other = BertConfig(**vars(ours.config) | {"hidden_act": "gelu" if activation == "relu" else "relu"})
+    plain = BertModel(other)
+    plain.load_state_dict(ours.state_dict())
+    assert (outputs(plain) - outputs(ours)).abs().max() > 1e-2
+
+
+def sharded(folder: Path, **shape: int) -> transformers.BertModel:
+    """Save a random BERT of transformers in several files."""
+    torch.manual_seed(0)
+    shape = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64) | shape
+    model = transformers.BertModel(transformers.BertConfig(**shape, vocab_size=8000))
+    model.save_pretrained(folder, max_shard_size="100KB")
+    assert len(list(folder.glob("model-*.safetensors"))) > 1
+    assert not (folder / "model.safetensors").exists()
+    return model
+
+
+def test_a_checkpoint_in_several_files_loads(tmp_path: Path) -> None:
+    theirs = sharded(tmp_path)
+    torch.testing.assert_close(outputs(BertModel.from_pretrained(tmp_path)), outputs(theirs), atol=1e-5, rtol=0)
+
+
+def test_all_files_of_a_checkpoint_are_fetched_from_the_hub(unreachable, tmp_path: Path, monkeypatch) -> None:
+    sharded(tmp_path)
+    hub = FakeHub(tmp_path)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", hub)
+    assert find_checkpoint("someone/large-bert") == tmp_path
+    shards = sorted(path.name for path in tmp_path.glob("model-*.safetensors"))
+    assert set(shards) <= set(hub.asked)
+    (tmp_path / shards[-1]).unlink()
+    with pytest.raises(InputError, match=unreachable or "no BERT weights"):
+        find_checkpoint("someone/large-bert")
+
+
+@pytest.mark.parametrize(
+    "index", ["{", "[]", "{}", '{"weight_map": {}}', '{"weight_map": {"a": "../b.safetensors"}}', '{"weight_map": 3}']
+)
+def test_a_damaged_list_of_files_is_refused_in_one_line(index: str, tmp_path: Path) -> None:
+    sharded(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(InputError, match=r"index\.json: must be JSON with a weight_map from tensors to files") as error:
+        BertModel.from_pretrained(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_a_file_that_the_list_names_but_that_is_absent_is_named(tmp_path: Path) -> None:
+    sharded(tmp_path)
+    shard = min(tmp_path.glob("model-*.safetensors"))
+    shard.unlink()
+    with pytest.raises(InputError, match=shard.name):
+        BertModel.from_pretrained(tmp_path)
+
+
+def test_local_files_only_asks_the_cache_and_nobody_else(tiny_checkpoint: Path, tmp_path: Path, monkeypatch) -> None:
+    def no_request(name: str) -> str:
+        raise AssertionError("a request was made")
+
+    cached = []
+
+    def from_cache(name: str, file: str, *, local_files_only: bool) -> str:
+        cached.append(local_files_only)
+        return FakeHub(tiny_checkpoint)(name, file, local_files_only=local_files_only)
+
+    monkeypatch.setattr(base_bert, "why_unreachable", no_request)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", from_cache)
+    model = BertModel.from_pretrained("someone/some-bert", local_files_only=True)
+    tokenizer = BertTokenizer.from_pretrained("someone/some-bert", local_files_only=True)
+    assert set(cached) == {True}
+    assert torch.equal(outputs(model), outputs(BertModel.from_pretrained(tiny_checkpoint, local_files_only=True)))
+    assert len(tokenizer) == 30522
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", FakeHub(tmp_path))
+    with pytest.raises(InputError, match="local_files_only is set"):
+        BertModel.from_pretrained("someone/some-bert", local_files_only=True)
+
+
+def test_a_file_is_no_checkpoint_and_the_message_says_what_to_do(tmp_path: Path) -> None:
+    torch.save({"model": {}}, tmp_path / "full-model-10-1e-05-multitask.pt")
+    with pytest.raises(InputError, match=r"found a file.*model\.bert\.save_pretrained\(DIRECTORY\)"):
+        find_checkpoint(str(tmp_path / "full-model-10-1e-05-multitask.pt"))
+
+
+@pytest.mark.parametrize("name", ["minilm", "directory"])
+def test_a_loaded_model_is_in_eval_mode_as_the_starters(name: str, tiny_checkpoint: Path) -> None:
+    model = BertModel.from_pretrained("minilm" if name == "minilm" else tiny_checkpoint)
+    assert not any(part.training for part in model.modules())
+    assert model.dtype == torch.float32
+    assert model.double().dtype == torch.float64
 
 
 def test_the_defaults_of_a_config_are_those_of_bert_base() -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from conftest import padded
 from transformers.models.bert.modeling_bert import BertSelfAttention as ReferenceAttention
 
 import bert
@@ -29,8 +30,8 @@ def pair_of_models() -> tuple[BertModel, transformers.BertModel]:
 def inputs(kind: str) -> dict[str, torch.Tensor]:
     tokenizer = BertTokenizer.from_pretrained("minilm")
     if kind == "one sentence":
-        return tokenizer(SINGLE[:1])
-    return tokenizer(SINGLE) if kind == "ragged sentences" else tokenizer(SINGLE, SECOND)
+        return padded(tokenizer, SINGLE[:1])
+    return padded(tokenizer, SINGLE) if kind == "ragged sentences" else padded(tokenizer, SINGLE, SECOND)
 
 
 def at_real_tokens(outputs: dict[str, torch.Tensor], batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:

@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 import warnings
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from hashlib import sha256
@@ -226,7 +227,8 @@ def tokenizer(tiny_checkpoint: Path) -> BertTokenizer:
 def build(tiny_checkpoint: Path) -> Callable[..., BertSentimentClassifier]:
     def build(frozen: bool = False, outputs: int = 5) -> BertSentimentClassifier:
         torch.manual_seed(1)
-        return BertSentimentClassifier(BertModel.from_pretrained(str(tiny_checkpoint)), outputs, 0.3, frozen)
+        option = "pretrain" if frozen else "finetune"
+        return BertSentimentClassifier(Namespace(model=str(tiny_checkpoint), num_labels=outputs, option=option))
 
     return build
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import COURSE_TASKS
+from conftest import COURSE_TASKS, padded
 from torch.utils.data import DataLoader
 
 from datasets import (
@@ -130,8 +130,8 @@ def test_token_ids_do_not_depend_on_the_starters_preprocessing(
     assert len(every) == sum(ROWS[task.name]) * len(task.text_columns)
     changed = sorted({text for text in every if prepare(text) != text})  # the ids of the others are the same anyway
     assert len(changed) > len(every) / 2
-    ours = [e.ids for e in tokenizer.encode(changed)]
-    starters = [e.ids for e in tokenizer.encode([prepare(text) for text in changed])]
+    ours = [e.ids for e in tokenizer.encode_all(changed)]
+    starters = [e.ids for e in tokenizer.encode_all([prepare(text) for text in changed])]
     assert ours == starters
 
 
@@ -173,7 +173,7 @@ def test_padded_rows_equal_the_tokenizers_own_padded_call(tokenizer: BertTokeniz
     for first, second in ((SENTENCES, None), (SENTENCES, PAIRS)):
         ragged = Ragged.tokenize(tokenizer, first, second)
         for rows in ([0, 1, 2, 3, 4], [3, 0], [1], [2, 2, 1]):
-            wanted = tokenizer([first[r] for r in rows], second and [second[r] for r in rows])
+            wanted = padded(tokenizer, [first[r] for r in rows], second and [second[r] for r in rows])
             found = ragged.pad(rows, tokenizer.pad_token_id)
             for ours, theirs in zip(found[:3], ("input_ids", "attention_mask", "token_type_ids"), strict=True):
                 assert torch.equal(ours, wanted[theirs])
@@ -195,8 +195,8 @@ def test_a_split_cuts_batches_out_of_its_rows(tokenizer: BertTokenizer):
     assert (batch.task, batch.ids, batch.vectors) == ("sts", ["c", "a"], None)
     assert batch.labels.tolist() == [5.0, 0.5]
     first, second = batch.sentences
-    assert torch.equal(first.token_ids, tokenizer(["", "one"])["input_ids"])
-    assert torch.equal(second.token_ids, tokenizer(["u", "x y z"])["input_ids"])
+    assert torch.equal(first.token_ids, padded(tokenizer, ["", "one"])["input_ids"])
+    assert torch.equal(second.token_ids, padded(tokenizer, ["u", "x y z"])["input_ids"])
     vectors = torch.arange(6.0).view(3, 2)
     kept = split.with_vectors((vectors,)).batch(torch.tensor([2, 0]))
     assert kept.sentences == ()
@@ -345,7 +345,7 @@ def test_the_batches_of_a_split_hold_its_own_rows(tokenizer: BertTokenizer):
             strict=True,
         )
     }
-    encoded = tokenizer.encode(texts)
+    encoded = tokenizer.encode_all(texts)
     assert rows == {(f"id{i}", i % 5, tuple(encoded[i].ids)) for i in range(20)}
 
 
@@ -389,7 +389,7 @@ def test_the_sentence_data_set_has_the_starters_keys(args: argparse.Namespace, t
     batch = one_batch(SentenceClassificationDataset(SINGLE, args))
     assert set(batch) == {"token_ids", "token_type_ids", "attention_mask", "labels", "sents", "sent_ids"}
     sentences = [row[0] for row in SINGLE]
-    wanted = tokenizer(sentences)
+    wanted = padded(tokenizer, sentences)
     assert torch.equal(batch["token_ids"], wanted["input_ids"])
     assert torch.equal(batch["attention_mask"], wanted["attention_mask"])
     assert batch["labels"].dtype == torch.int64
@@ -409,7 +409,7 @@ def test_the_pair_data_set_has_the_starters_keys(args: argparse.Namespace, token
     batch = one_batch(SentencePairDataset(DOUBLE, args))
     assert set(batch) == PAIR_KEYS | {"labels", "sent_ids"}
     for n in (1, 2):
-        wanted = tokenizer([row[n - 1] for row in DOUBLE])
+        wanted = padded(tokenizer, [row[n - 1] for row in DOUBLE])
         assert torch.equal(batch[f"token_ids_{n}"], wanted["input_ids"])
         assert torch.equal(batch[f"attention_mask_{n}"], wanted["attention_mask"])
         assert not batch[f"token_type_ids_{n}"].any()

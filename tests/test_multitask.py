@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import write_task_files
+from conftest import padded, write_task_files
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -280,7 +280,7 @@ def test_a_script_in_the_starters_style_trains_evaluates_saves_and_loads(
 
 def test_the_starters_loop_trains_the_encoder_and_every_head(build: Build, tokenizer: BertTokenizer):
     model = build()
-    ids, mask = (tokenizer(["a film", "one"])[key] for key in ("input_ids", "attention_mask"))
+    ids, mask = (padded(tokenizer, ["a film", "one"])[key] for key in ("input_ids", "attention_mask"))
     pair = (ids, mask, ids.flip(0), mask.flip(0))
     scores = model.predict_sentiment(ids, mask), model.predict_paraphrase(*pair), model.predict_similarity(*pair)
     assert [logits.shape for logits in scores] == [(2, 5), (2, 1), (2, 1)]
@@ -350,7 +350,7 @@ def test_the_starters_calls_on_apart_padded_tensors_give_the_pipelines_logits(
 ):
     model = build(pairing=pairing, pooling="mean")
     texts = random_texts(6, 3), random_texts(6, 4)
-    a, b = (tokenizer(column) for column in texts)
+    a, b = (padded(tokenizer, column) for column in texts)
     tensors = a["input_ids"], a["attention_mask"], b["input_ids"], b["attention_mask"]
     for task, ask in ((PARA, model.predict_paraphrase), (STS, model.predict_similarity)):
         wanted = predict(model, split_of(task, tokenizer, pairing, *texts), 4, FP32).logits
@@ -363,7 +363,7 @@ def test_the_starters_calls_on_apart_padded_tensors_give_the_pipelines_logits(
 def test_the_starters_calls_cut_joined_pairs_where_the_pipeline_does(build: Build, tokenizer: BertTokenizer):
     model = build(pairing="cross", max_length=12)
     texts = random_texts(6, 3), random_texts(6, 4)
-    a, b = (tokenizer(column) for column in texts)
+    a, b = (padded(tokenizer, column) for column in texts)
     short = BertTokenizer(tokenizer.vocabulary, max_length=12)
     split = split_of(PARA, short, "cross", *texts)
     assert split.truncated
@@ -386,7 +386,7 @@ def inputs_of_embed(model: MultitaskBERT, split: Split) -> list[tuple[Tensor, Te
 
 def test_the_cross_encoder_joins_before_padding_with_real_segment_ids(build: Build, tokenizer: BertTokenizer):
     texts = ["A good film .", "dull", ""], ["Is it ?", "not at all , is it", "x"]
-    wanted = tokenizer(*texts)
+    wanted = padded(tokenizer, *texts)
     ((ids, types),) = inputs_of_embed(build(pairing="cross"), split_of(PARA, tokenizer, "cross", *texts))
     assert torch.equal(ids, wanted["input_ids"])
     assert torch.equal(types, wanted["token_type_ids"])
@@ -415,9 +415,10 @@ def test_joined_pairs_are_cut_like_the_tokenizers(max_length: int, tokenizer: Be
         for a, b in itertools.product(lengths, repeat=2)
     ]
     texts = [list(column) for column in zip(*pairs, strict=True)]
-    apart = [Encoded(*(t[k] for k in ("input_ids", "attention_mask", "token_type_ids"))) for t in map(tokenizer, texts)]
+    names = ("input_ids", "attention_mask", "token_type_ids")
+    apart = [Encoded(*(padded(tokenizer, column)[name] for name in names)) for column in texts]
     joined = join_pair(*apart, max_length)
-    wanted = BertTokenizer(tokenizer.vocabulary, max_length=max_length)(*texts)
+    wanted = padded(BertTokenizer(tokenizer.vocabulary, max_length=max_length), *texts)
     for row, (a, b) in enumerate(itertools.product(lengths, repeat=2)):
         keep, found = wanted["attention_mask"][row].bool(), joined.attention_mask[row].bool()
         assert wanted["input_ids"][row][keep].tolist() == joined.token_ids[row][found].tolist(), (a, b)
@@ -664,13 +665,13 @@ def test_the_usual_tools_load_a_runs_encoder(runs: Runs, tokenizer: BertTokenize
     done = runs["tuned"]
     theirs = transformers.AutoModel.from_pretrained(done.run).eval()
     ours = done.models[0].bert.eval()
-    inputs = tokenizer(["a good film", "x"], ["no", "a rather longer text , is it ?"])
+    inputs = padded(tokenizer, ["a good film", "x"], ["no", "a rather longer text , is it ?"])
     with torch.no_grad():
         wanted, found = ours(**inputs), theirs(**inputs)
     torch.testing.assert_close(found.last_hidden_state, wanted["last_hidden_state"], rtol=0, atol=1e-5)
     torch.testing.assert_close(found.pooler_output, wanted["pooler_output"], rtol=0, atol=1e-5)
     pieces = transformers.AutoTokenizer.from_pretrained(done.run)("A good film .")["input_ids"]
-    assert pieces == tokenizer.encode(["A good film ."])[0].ids
+    assert pieces == tokenizer.encode_all(["A good film ."])[0].ids
 
 
 def test_a_run_is_an_encoder_for_another(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture):

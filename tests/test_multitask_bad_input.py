@@ -221,7 +221,7 @@ IMPOSSIBLE = IDLE | {
     "--accumulate 0": "--accumulate: must be a whole number, at least 1 and at most 4096, found '0'. See",
     "--para_fraction 0": "--para_fraction: must be a number, above 0 and at most 1, found '0'",
     "--max_train 1": "--max_train: must be a whole number, at least 2",
-    "--max_length 513": "--max_length: must be a whole number, at least 4 and at most 512, found '513'",
+    "--max_length 3": "--max_length: must be a whole number, at least 4 and at most 100000, found '3'",
     "--patience -1": "--patience: must be a whole number, at least 0 and at most 1000, found '-1'",
     "--weighting fixed --task_weights sts": "--task_weights: must be like sts=2, found 'sts'",
     TUNED + "--adapter prefix": "--adapter must be one of lora, mixout, none, pal; found 'prefix'.",

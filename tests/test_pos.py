@@ -273,7 +273,7 @@ def tags_by_character(perceptron: PerceptronTagger, text: str) -> list[int | Non
 
 
 def wanted_ids(tokenizer: BertTokenizer, perceptron: PerceptronTagger, *row: str) -> list[int]:
-    (encoding,) = tokenizer.encode([row[0]], [row[1]] if len(row) == 2 else None)
+    (encoding,) = tokenizer.encode_all([row[0]], [row[1]] if len(row) == 2 else None)
     by_character = [tags_by_character(perceptron, text) for text in row]
     ids = []
     for column, (begin, _) in zip(encoding.sequence_ids, encoding.offsets, strict=True):
@@ -305,7 +305,7 @@ def test_a_piece_has_the_tag_of_the_word_in_which_it_begins(
 def test_contractions_and_specials_are_tagged_as_one_would_by_hand(tokenizer: BertTokenizer, tagger: PosTagger) -> None:
     text = "They can't see unbelievable films ."
     tagger.read([[text]])
-    encoded = tokenizer.encode([text])
+    encoded = tokenizer.encode_all([text])
     found = dict(zip(encoded[0].tokens, tagger.align(encoded, [text]).tolist(), strict=True))
     names = {i: tag for tag, i in TAG_IDS.items()} | {NOTHING: "-"}
     wanted = {"[CLS]": "-", "they": "PRP", "can": "MD", "'": "RB", "t": "RB", "see": "VB", "unbelievable": "JJ"}
@@ -320,11 +320,11 @@ def test_a_tagging_tokenizer_encodes_like_its_own_tokenizer(
     tagging = TaggingTokenizer(plain, tagger)
     texts = [*TEXTS, "UPPER Case"]
     for pairs in (None, texts[::-1]):
-        assert [e.ids for e in tagging.encode(texts, pairs)] == [e.ids for e in plain.encode(texts, pairs)]
-        assert plain.tags(plain.encode(texts, pairs), texts, pairs) is None
+        assert [e.ids for e in tagging.encode_all(texts, pairs)] == [e.ids for e in plain.encode_all(texts, pairs)]
+        assert plain.tags(plain.encode_all(texts, pairs), texts, pairs) is None
         tagging.prepare([texts])
-        found = tagging.tags(tagging.encode(texts, pairs), texts, pairs)
-        assert torch.equal(found, tagger.align(plain.encode(texts, pairs), texts, pairs))
+        found = tagging.tags(tagging.encode_all(texts, pairs), texts, pairs)
+        assert torch.equal(found, tagger.align(plain.encode_all(texts, pairs), texts, pairs))
     tagging.save_pretrained(tmp_path / "saved")
     assert BertTokenizer.from_pretrained(str(tmp_path / "saved")).lowercase == lowercase
 
@@ -336,7 +336,7 @@ def test_a_split_prepares_its_tokenizer_with_all_columns(tokenizer: BertTokenize
 
 def test_texts_without_a_word_have_no_tags(tokenizer: BertTokenizer, tagger: PosTagger) -> None:
     tagger.read([["", " "]])
-    assert tagger.align(tokenizer.encode(["", " "]), ["", " "]).tolist() == [NOTHING] * 4
+    assert tagger.align(tokenizer.encode_all(["", " "]), ["", " "]).tolist() == [NOTHING] * 4
 
 
 # --- stored on disk ---------------------------------------------------------------------------------------------------
@@ -353,7 +353,7 @@ def tagged(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
 def ids_of(tagger: PosTagger, tokenizer: BertTokenizer, texts: list[str]) -> list[int]:
     tagger.read([texts])
-    return tagger.align(tokenizer.encode(texts), texts).tolist()
+    return tagger.align(tokenizer.encode_all(texts), texts).tolist()
 
 
 def test_a_data_set_is_tagged_once(tagger: PosTagger, tokenizer: BertTokenizer, tagged: list[list[str]]) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import COURSE_TASKS, Finished, the_error, write_task_files
+from conftest import COURSE_TASKS, Finished, padded, the_error, write_task_files
 from safetensors.torch import load_file, save_file
 from torch import Generator, Tensor
 
@@ -76,11 +76,12 @@ def tokenizer(tiny_checkpoint: Path) -> BertTokenizer:
     return BertTokenizer.from_pretrained(str(tiny_checkpoint))
 
 
-def build(*objectives: str, vocab_size: int = 30522, **options: object) -> PretrainingBERT:
+def build(*objectives: str, vocab_size: int = 30522, activation: str = "gelu", **options: object) -> PretrainingBERT:
     """Build a random model with weights and biases so large that each of them matters."""
     torch.manual_seed(3)
     shape = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64)
-    model = PretrainingBERT(BertModel(BertConfig(vocab_size=vocab_size, **shape)), objectives, **options)
+    config = BertConfig(vocab_size=vocab_size, hidden_act=activation, **shape)
+    model = PretrainingBERT(BertModel(config), objectives, **options)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     return model.eval()
@@ -111,8 +112,9 @@ def word_labels(model: PretrainingBERT) -> Tensor:
     return torch.where(torch.rand((4, 9), generator=seeded(3)) < 0.4, ids, IGNORED)
 
 
-def test_word_logits_loss_and_gradients_are_those_of_transformers(tmp_path: Path) -> None:
-    model = build("mlm", vocab_size=300)
+@pytest.mark.parametrize("activation", ["gelu", "relu"])
+def test_word_logits_loss_and_gradients_are_those_of_transformers(activation: str, tmp_path: Path) -> None:
+    model = build("mlm", vocab_size=300, activation=activation)
     batch = some_batch("mlm", model, word_labels(model))
     their_model = theirs(transformers.BertForMaskedLM, model, tmp_path)
     (given,) = batch.sentences
@@ -183,7 +185,7 @@ def test_random_replacements_are_all_ordinary_pieces_and_no_others(tokenizer: Be
 
 def test_all_pieces_of_a_word_are_chosen_together(tokenizer: BertTokenizer) -> None:
     texts = ["unbelievably embarrassing cinematography, electroencephalograms unhappily misremembered"] * 200
-    ids = tokenizer(texts)["input_ids"]
+    ids = padded(tokenizer, texts)["input_ids"]
     continues = torch.tensor([[tokenizer.vocabulary[i].startswith("##") for i in ids[0].tolist()]])
     assert continues.sum() >= 4
     chosen = Masking.of(tokenizer, 0.3, True)(ids, seeded())[1] != IGNORED

@@ -495,10 +495,10 @@ def test_rows_are_tokenized_a_chunk_at_a_time(pairs: bool, tiny_checkpoint: Path
     tokenizer = BertTokenizer.from_pretrained(str(tiny_checkpoint), max_length=12)
     first = [f"{'word ' * (i % 15)}{i}" for i in range(53)]
     second = [f"other {'and ' * (i % 4)}" for i in range(53)] if pairs else None
-    wanted = tokenizer.encode(first, second)
+    wanted = tokenizer.encode_all(first, second)
     asked = []
-    encode = tokenizer.encode
-    monkeypatch.setattr(tokenizer, "encode", lambda *texts: asked.append(len(texts[0])) or encode(*texts))
+    encode = tokenizer.encode_all
+    monkeypatch.setattr(tokenizer, "encode_all", lambda *texts: asked.append(len(texts[0])) or encode(*texts))
     monkeypatch.setattr(datasets, "CHUNK", 10)
     found = Ragged.tokenize(tokenizer, first, second)
     assert asked == [10, 10, 10, 10, 10, 3]
