@@ -170,7 +170,7 @@ class Smart(Regularizer):
         *,
         steps: int = 1,
         step_size: float | None = None,
-        radius: float = 0.01,
+        radius: float = 0.003,
         sigma: float = 1e-5,
         norm: str = "linf",
         variant: int = 0,
@@ -430,7 +430,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         help=f"terms added to each task's loss: {', '.join(REGULARIZERS)}, or a sum such as smart+rdrop")  # fmt: skip
     add("--smart_weight", type=weight, default=1.0, needs=smart, help="lambda, the weight of smart")
     add("--smart_steps", type=number(int, 1, 100), default=1, needs=smart, help="number of ascent steps")
-    add("--smart_radius", type=positive, default=0.01, needs=smart,
+    add("--smart_radius", type=positive, default=0.003, needs=smart,
         help="how far an embedding may move: each element (linf) or each token's vector (l2)")  # fmt: skip
     add("--smart_step_size", type=positive, needs=smart,
         help="eta, the length of an ascent step before the projection (default: 100 times the radius)")  # fmt: skip
