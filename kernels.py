@@ -176,7 +176,7 @@ def _gramian_of_chunk(chunk: list[Row]) -> Tensor:
     scale = _inverse_power_of_two(torch.linalg.vector_norm(stack, math.inf, dim=1).float())  # (K,)
     x = stack.mul_(scale.unsqueeze(1)).view(K, blocks, BLOCK).transpose(0, 1)  # (blocks, K, BLOCK)
     products = x.new_empty(blocks, K, K)
-    with _no_tf32():
+    with no_tf32():
         torch.bmm(x, x.transpose(1, 2), out=products)  # autocast never changes the dtype of a call with out=
     unscale = scale.double().reciprocal()
     return products.sum(0, dtype=torch.float64) * torch.outer(unscale, unscale)
@@ -189,7 +189,7 @@ def _inverse_power_of_two(x: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def _no_tf32() -> Iterator[None]:
+def no_tf32() -> Iterator[None]:
     """Inside this context, products of float32 matrices have the precision of float32, whatever the user has set."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flags import ALWAYS, ArgumentParser, Need, Switch, chosen, number, parse_spec
+from kernels import no_tf32
 from tasks import STS, TASKS, Batch, Category, Number, Output, Probability, Target, Task
 from utils import InputError
 
@@ -73,7 +74,8 @@ def distill(output: Output, batch: Batch, distill_temperature: float = 2.0) -> T
 
 def cosines(u: Tensor, v: Tensor) -> Tensor:
     """The cosines of all u_i with all v_j: (B, H), (S, H) -> (B, S)."""
-    with torch.autocast(u.device.type, enabled=False):  # in half precision the product would have three digits
+    # in half precision, and in TF32, the product would have three digits
+    with torch.autocast(u.device.type, enabled=False), no_tf32():
         return F.normalize(at_least_float32(u), dim=1) @ F.normalize(at_least_float32(v), dim=1).T
 
 

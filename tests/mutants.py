@@ -65,7 +65,7 @@ MUTANTS = [
         "datasets",
     ),
     Mutant("datasets", "p[lengths[p].argsort(stable=True)]", "p", "datasets"),
-    Mutant("datasets", "short = min(a, b, room // 2)", "short = min(a, b)", "datasets multitask"),
+    Mutant("datasets", ".clamp(max=room // 2)", "", "datasets starter"),
     Mutant(
         "datasets",
         "token_ids = torch.where(mask, self.token_ids[places], padding_id).long()",

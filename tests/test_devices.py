@@ -186,8 +186,8 @@ def twelve_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-# One step with three tasks: operations other than views, reads by the host, and operations on arrays of float64. Each is
-# what was counted plus three percent.
+# One step with three tasks: operations other than views, reads by the host, and operations on arrays of float64. The
+# figures are those counted, plus three percent.
 BUDGETS = {
     "": (3650, 0, 0),
     "--clip 1": (4080, 0, 0),
