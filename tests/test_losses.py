@@ -647,3 +647,22 @@ def test_weights_that_would_be_ignored_are_refused(argv: list[str], message: str
 def test_a_malformed_weight_is_refused_by_the_parser(text: str) -> None:
     with pytest.raises(InputError, match=r"^--task_weights: must be .* See losses\.py --help\.$"):
         flags("--weighting", "fixed", "--task_weights", text)
+
+
+def test_cosines_are_never_computed_in_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU would compute their product with three digits; divided by a temperature of .05, that is an error of .02."""
+    seen, normalize = [], losses.F.normalize
+
+    def recorded(*args: object, **more: object) -> Tensor:
+        seen.append(torch.get_float32_matmul_precision())
+        return normalize(*args, **more)
+
+    monkeypatch.setattr(losses.F, "normalize", recorded)
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("high")
+        losses.cosines(torch.randn(2, 4), torch.randn(3, 4))
+        assert torch.get_float32_matmul_precision() == "high", "the user's setting is restored"
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert set(seen) == {"highest"}
