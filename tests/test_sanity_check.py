@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from conftest import run_script
+from conftest import padded, run_script
 
 import bert
 import sanity_check
@@ -61,13 +61,14 @@ def test_the_courses_own_reference_is_used_if_it_is_available(monkeypatch, tmp_p
     from bert import BertModel
     from tokenizer import BertTokenizer
 
-    batch = BertTokenizer.from_pretrained(str(tiny_checkpoint))(["hello world", "hello neural network for NLP"])
+    tokenizer = BertTokenizer.from_pretrained(tiny_checkpoint)
+    batch = padded(tokenizer, ["hello world", "hello neural network for NLP"])
     with torch.no_grad():
         outputs = BertModel.from_pretrained(str(tiny_checkpoint)).eval()(**batch)
     torch.save(outputs, tmp_path / "sanity_check.data")
     monkeypatch.setattr(sanity_check, "COURSE_FILE", tmp_path / "sanity_check.data")
     for name in ("base_bert", "tokenizer", "sanity_check"):
-        monkeypatch.setattr(f"{name}.find_checkpoint", lambda _: tiny_checkpoint)
+        monkeypatch.setattr(f"{name}.find_checkpoint", lambda *_, **settings: tiny_checkpoint)
     assert sanity_check.check_course() <= 0
     for wrong in outputs:
         torch.save(outputs | {wrong: outputs[wrong] + 1}, tmp_path / "sanity_check.data")
