@@ -142,7 +142,7 @@ def _compiled_gramian(row: Row) -> tuple[Tensor, np.ndarray]:
 
 
 CHUNK = 2**24  # elements per task that are copied at a time: 64 MB
-BLOCK = 4096  # elements that are summed in float32; gives cosines within about 1e-8
+BLOCK = 512  # elements that are summed in float32: a large one hides small ones only within its block
 
 
 def _chunks(rows: Sequence[Row]) -> Iterator[list[Row]]:

@@ -123,7 +123,7 @@ def update_together(
     """
     sums = torch._foreach_mul(theta, -decay) if decay else theta
     grad = [g if g.stride() == p.stride() else torch.empty_like(p).copy_(g) for p, g in zip(theta, grad, strict=True)]
-    endless = torch.full((), 2.0**62, device=theta[0].device)  # a step count t at which beta^t is 0
+    endless = torch.full((), 2.0**62, dtype=torch.float32, device=theta[0].device)  # a step count t with beta^t = 0
     torch._fused_adamw_(
         sums, grad, m, v, [], [endless] * len(theta), lr=alpha, beta1=beta1, beta2=beta2, weight_decay=0.0, eps=eps,
         amsgrad=False, maximize=False,

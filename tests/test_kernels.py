@@ -291,14 +291,17 @@ def test_gramian_and_weighted_sum_are_the_same_without_the_compiled_loops(
 
 
 @pytest.mark.usefixtures("switched_off")
-def test_gramian_without_the_compiled_loops_has_the_precision_of_float64_summation() -> None:
-    """Correlated gradients of 4 million elements and a mean: a plain float32 sum is wrong by far more than 1e-7."""
+@pytest.mark.parametrize("spread", [0.0, 2.0])
+def test_gramian_without_the_compiled_loops_has_cosines_within_a_rounding_error(spread: float) -> None:
+    """A sum in float32 loses small products beside a large one: plain sums are wrong by far more than 1e-7."""
     generator = torch.Generator().manual_seed(0)
-    g = torch.rand(2**22, generator=generator)
-    row = [g, 1e-3 * torch.randn(2**22, generator=generator) - g, torch.randn(2**22, generator=generator)]
-    np.testing.assert_allclose(
-        cosines(kernels.gramian([row])[0].numpy()), cosines(products_in_float64([row])), rtol=0, atol=1.2e-8
+    noise = [torch.randn(2**22, generator=generator) for _ in range(3)]
+    g = noise[0] * torch.exp(spread * torch.randn(2**22, generator=generator))  # lengths as different as gradients'
+    row = [g, noise[1] - 0.1 * g, 1e-4 * (noise[2] + 0.05 * g)]
+    actual, expected = (
+        cosines(products) for products in (kernels.gramian([row])[0].numpy(), products_in_float64([row]))
     )
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-7 if spread else 2e-8)
 
 
 @pytest.mark.usefixtures("switched_off")
