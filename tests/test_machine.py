@@ -349,41 +349,39 @@ def test_a_step_casts_every_weight_once_for_all_batches(case: str, bench: Start)
     assert set(counted.casts.values()) == {1}, counted.casts.most_common(3)
 
 
-def test_backward_passes_run_in_the_thread_of_the_region(bench: Start):
+def test_backward_passes_run_outside_autocast_in_the_thread_of_the_region(bench: Start):
     """A recomputed layer is a region, too; the end of a thread's outermost region drops the casts of all threads."""
-    one, seen = bench("--tasks", "sst", "--checkpoint_activations"), []
+    one, seen = bench("--tasks", "sst", "--checkpoint_activations", "--precision", "bf16"), []
     weight = one.model.bert.pooler_dense.weight
-    weight.register_hook(lambda gradient: seen.append(torch._C._is_multithreading_enabled()))
+    weight.register_hook(
+        lambda gradient: seen.append((torch._C._is_multithreading_enabled(), torch.is_autocast_enabled("cpu")))
+    )
     one.after([one.draw(0, 1)])
-    assert seen == [False]
+    assert seen == [(False, False)]
     assert torch._C._is_multithreading_enabled()
 
 
 @pytest.mark.parametrize("case", REGIONS)
 def test_one_region_for_the_step_gives_the_gradients_of_a_region_for_every_batch(case: str, bench: Start):
     """Bregman's teacher makes a pass without gradients, whose casts must not serve the live weights."""
+
+    def gradients(one: Bench) -> tuple[dict[str, Tensor], int]:
+        """Those of a step, and how often a weight was cast."""
+        parameters, found = dict(one.model.named_parameters()), {}
+        one.trainer.optimizer.register_step_pre_hook(
+            lambda *_: found.update({name: p.grad.clone() for name, p in parameters.items() if p.grad is not None})
+        )
+        torch.manual_seed(3)
+        with Operations(parameters) as counted:
+            one.trainer.update([one.draw(0, 1, 2), one.draw(3, 4)], EpochRecord(), 1)
+        return found, max(counted.casts.values())
+
     one, other = (bench("--precision", "bf16", *REGIONS[case], dropout=True) for _ in range(2))
-    found: dict[str, Tensor] = {}
-
-    def keep(*_: object) -> None:
-        found.update({n: p.grad.clone() for n, p in one.model.named_parameters() if p.grad is not None})
-
-    one.trainer.optimizer.register_step_pre_hook(keep)
-    torch.manual_seed(3)
-    one.trainer.update([one.draw(0, 1, 2), one.draw(3, 4)], EpochRecord(), 1)
-
-    trainer = other.trainer
-    torch.manual_seed(3)
-    for draw in (other.draw(0, 1, 2), other.draw(3, 4)):
-        for batch in draw:
-            with torch.autocast("cpu", torch.bfloat16):
-                output = other.model.predict(batch)
-                loss = trainer.objectives[batch.task](output, batch)
-                loss = loss + trainer.regularizer(other.model, batch, output)
-            trainer.combiner.backward(batch.task, loss / 2)
-    trainer.combiner.write_gradients()
-    wanted = {n: p.grad for n, p in other.model.named_parameters() if p.grad is not None}
-    assert len(wanted) > 30
+    backward = other.trainer.combiner.backward  # drops all casts after every batch, as the end of a region does
+    other.trainer.combiner.backward = lambda *batch: (backward(*batch), torch.clear_autocast_cache())
+    (found, once), (wanted, often) = gradients(one), gradients(other)
+    assert (once, often) == (1, 6)
+    assert len(found) > 30
     assert same(found, wanted)
 
 
