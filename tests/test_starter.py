@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import onnxruntime
 import pytest
 import torch
 import transformers
@@ -759,6 +760,28 @@ class Asking(torch.nn.Module):
         return getattr(self.model, self.name)(*inputs)
 
 
+def exported(asking: Asking, sides: int, example: tuple[torch.Tensor, ...]) -> torch.export.ExportedProgram:
+    """The program for batches of any size and sentences of any length."""
+    B, *T = (torch.export.Dim(letter, max=500) for letter in ("B", "T1", "T2"))
+    shapes = (tuple({0: B, 1: T[side]} for side in range(sides) for _ in ("token_ids", "attention_mask")),)
+    return torch.export.export(asking, example, dynamic_shapes=shapes)
+
+
+def starter_inputs(rows: int, widths: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(sum(widths))
+    encoded = [random_side(rows, width, generator) for width in widths]
+    return tuple(part for side in encoded for part in (side.token_ids, side.attention_mask))
+
+
+def asking_for(name: str, pairing: str, checkpoint: Path) -> Asking:
+    torch.manual_seed(0)
+    branches = [Branch(SST), Branch(PARA, pairing=pairing), Branch(STS, pairing=pairing, pooling="mean")]
+    return Asking(MultitaskBERT(BertModel.from_pretrained(checkpoint), branches, max_length=12), name).eval()
+
+
+SIZES = [(3, (9, 7)), (5, (4, 12)), (2, (30, 3))]
+
+
 @pytest.mark.parametrize(
     ("name", "pairing"),
     [("predict_sentiment", "bi"), *itertools.product(["predict_paraphrase", "predict_similarity"], PAIRINGS)],
@@ -766,19 +789,23 @@ class Asking(torch.nn.Module):
 def test_every_call_can_be_exported_for_batches_and_sentences_of_any_size(
     name: str, pairing: str, tiny_checkpoint: Path
 ) -> None:
-    torch.manual_seed(0)
-    branches = [Branch(SST), Branch(PARA, pairing=pairing), Branch(STS, pairing=pairing, pooling="mean")]
-    asking = Asking(MultitaskBERT(BertModel.from_pretrained(tiny_checkpoint), branches, max_length=12), name).eval()
-    sides = 1 if name == "predict_sentiment" else 2
-    generator = torch.Generator().manual_seed(0)
-
-    def inputs(rows: int, *widths: int) -> tuple[torch.Tensor, ...]:
-        encoded = [random_side(rows, width, generator) for width in widths[:sides]]
-        return tuple(part for side in encoded for part in (side.token_ids, side.attention_mask))
-
-    B, *T = (torch.export.Dim(letter, max=500) for letter in ("B", "T1", "T2"))
-    shapes = (tuple({0: B, 1: T[side]} for side in range(sides) for _ in ("token_ids", "attention_mask")),)
-    exported = torch.export.export(asking, inputs(3, 9, 7), dynamic_shapes=shapes).module()
-    for case in (inputs(3, 9, 7), inputs(5, 4, 12), inputs(2, 30, 3)):
+    asking, sides = asking_for(name, pairing, tiny_checkpoint), 1 if name == "predict_sentiment" else 2
+    cases = [starter_inputs(rows, widths[:sides]) for rows, widths in SIZES]
+    program = exported(asking, sides, cases[0]).module()
+    for case in cases:
         with torch.no_grad():
-            torch.testing.assert_close(exported(*case), asking(*case), atol=1e-6, rtol=0)
+            torch.testing.assert_close(program(*case), asking(*case), atol=1e-6, rtol=0)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_joined_pairs_can_be_exported_to_onnx(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """onnxruntime, which knows nothing of torch, gives the same logits."""
+    asking = asking_for("predict_paraphrase", "cross", tiny_checkpoint)
+    cases = [starter_inputs(rows, widths) for rows, widths in SIZES]
+    torch.onnx.export(exported(asking, 2, cases[0]), dynamo=True, verbose=False).save(tmp_path / "model.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
+    names = [given.name for given in session.get_inputs()]
+    for case in cases:
+        (logits,) = session.run(None, {name: tensor.numpy() for name, tensor in zip(names, case, strict=True)})
+        with torch.no_grad():
+            torch.testing.assert_close(torch.from_numpy(logits), asking(*case), atol=1e-6, rtol=0)
