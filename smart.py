@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from flags import ENCODER_TRAINS, ArgumentParser, Need, number, parse_spec
+from flags import ENCODER_TRAINS, ArgumentParser, Need, chosen, number, parse_spec
 from tasks import TASKS, Batch, Output, Target, stack
 from utils import InputError
 
@@ -153,11 +153,11 @@ class Smart(Regularizer):
     `start` chooses what the initial noise is added to. `embeddings`: as in the formula above. `logits`, the default: to
     the clean pass's logits, while x' = x. With u the gradient of the divergence with respect to the logits and J the
     Jacobian of the logits with respect to x, the first g is J^T u in both cases; only u differs. Noise on the
-    embeddings makes u the image of a random direction (for C > 1), as in the power iteration of Miyato et al. 2018
+    embeddings makes u the image of a random direction, as in the power iteration of Miyato et al. 2018
     (arXiv:1704.03976, section 3.3). Noise on the logits lets u itself be iterated at no cost: POWER_ITERATIONS steps
     lead to the direction in which the divergence is most sensitive to the LOGITS. Neither is the direction in which it
     is most sensitive to the embeddings, which would take many passes through the model. Starting at the logits saves a
-    forward pass, finds as large a divergence, and suits half precision, where 1e-5 on the embeddings is below the
+    forward pass, finds about as large a divergence, and suits half precision, where 1e-5 on the embeddings is below the
     layers' resolution (docs/SMART.md). It is not in the paper; --smart_start embeddings is.
     """
 
@@ -231,15 +231,22 @@ class Smart(Regularizer):
 
     def start_at_logits(self, model: Model, batch: Batch, output: Output, mask: Tensor) -> tuple[Tensor, Tensor]:
         """No noise on x, and the gradient from noise on the logits: a backward pass through the clean pass's graph."""
-        clean = output.logits.detach().double()
-        u = scaled_to_one(torch.randn_like(clean), l2_norm)  # (B, C)
-        for _ in range(self.POWER_ITERATIONS if clean.size(1) > 1 else 1):  # one logit has one direction and its sign
-            u = self.logit_direction(batch, clean, clean + self.sigma * u)
+        u = self.sensitive_direction(TASKS[batch.task].predicts, output.logits.detach().double())
         # The loss's backward pass uses this graph next, so it is retained; it is freed as early as without SMART.
         (gradient,) = torch.autograd.grad(
             output.logits, output.embeddings, u.to(output.logits.dtype), retain_graph=True
         )
         return torch.zeros_like(gradient), gradient
+
+    def sensitive_direction(self, target: Target, logits: Tensor) -> Tensor:
+        """The direction in which the divergence is most sensitive to the logits, starting at random: (B, C), length 1.
+
+        The power iteration on the divergence's Hessian, which is known: for noise of any small size, without a graph.
+        """
+        u = torch.randn_like(logits)
+        for _ in range(self.POWER_ITERATIONS if logits.size(1) > 1 else 1):  # one logit has one direction and its sign
+            u = scaled_to_one(target.curvature(logits, u), linf_norm)
+        return scaled_to_one(u, l2_norm)
 
 
 STARTS = {"embeddings": Smart.start_at_embeddings, "logits": Smart.start_at_logits}
@@ -434,7 +441,8 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="how far an embedding may move: each element (linf) or each token's vector (l2)")  # fmt: skip
     add("--smart_step_size", type=positive, needs=smart,
         help="eta, the length of an ascent step before the projection (default: 100 times the radius)")  # fmt: skip
-    add("--smart_sigma", type=positive, default=1e-5, needs=smart, help="standard deviation of the first noise")
+    add("--smart_sigma", type=positive, default=1e-5, needs=(smart, chosen("--smart_start", "embeddings")),
+        help="standard deviation of the first noise on the embeddings")  # fmt: skip
     add("--smart_start", choices=sorted(STARTS), default="logits", needs=smart,
         help="what the initial noise is added to; embeddings, as in the paper, takes one more forward pass and "
         "works poorly in half precision")  # fmt: skip

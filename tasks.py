@@ -162,6 +162,13 @@ class Target:
         """The distance of two dropout passes in R-Drop (Liang et al. 2021): half the symmetrized KL divergence."""
         return self.symmetrized_kl(reference, other) / 2
 
+    def curvature(self, logits: Tensor, u: Tensor) -> Tensor:
+        """The Hessian of every divergence above at equal outputs, times u, up to a positive factor per row: (B, C).
+
+        For a distribution it is the Fisher information of the logits. One logit has a single direction.
+        """
+        return u
+
     def distillation(self, logits: Tensor, teacher: Tensor, temperature: float) -> Tensor:
         """T^2 KL(teacher || student) with both logits divided by the temperature T; the mean over the batch."""
         log_q, log_p = (self.log_probabilities(x / temperature) for x in (logits, teacher))
@@ -207,6 +214,11 @@ class Category(Target):
 
     def log_probabilities(self, logits: Tensor) -> Tensor:
         return logits.log_softmax(dim=-1)
+
+    def curvature(self, logits: Tensor, u: Tensor) -> Tensor:
+        """(diag(p) - p p^T) u with p = softmax(logits)"""
+        p = logits.softmax(dim=1)
+        return p * (u - (p * u).sum(dim=1, keepdim=True))
 
     def mean_logits(self, logits: Tensor, weights: Tensor) -> Tensor:
         return super().mean_logits(logits, weights).log_softmax(dim=-1)

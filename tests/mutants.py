@@ -35,7 +35,7 @@ MUTANTS = [
     ),
     Mutant("smart", "noise = self.ascend(noise, gradient, mask)", "noise = noise + 0 * gradient", "smart"),
     Mutant("smart", "return x.clamp(-radius, radius)", "return radius * x / linf_norm(x).clamp_min(1e-30)", "smart"),
-    Mutant("smart", "if clean.size(1) > 1 else 1", "if clean.size(1) > 0 else 1", "smart"),
+    Mutant("smart", "if logits.size(1) > 1 else 1", "if logits.size(1) > 0 else 1", "smart"),
     Mutant(
         "smart",
         "torch._foreach_lerp_(list(self.teacher.values()), live, 1 - self.momentum)",

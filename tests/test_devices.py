@@ -193,7 +193,7 @@ BUDGETS = {
     "--clip 1": (4080, 0, 0),
     "--weight_decay 0.01": (3650, 0, 0),
     "--combiner pcgrad": (3260, 1, 8),
-    "--regularizer smart": (9000, 0, 450),
+    "--regularizer smart": (8870, 0, 235),
     "--regularizer smart --smart_start embeddings": (10300, 0, 175),
     "--regularizer bregman": (4800, 0, 70),
     "--regularizer rdrop": (7560, 0, 90),
