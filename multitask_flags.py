@@ -297,9 +297,14 @@ def open_run(args: argparse.Namespace) -> Run:
 
 
 def upgraded(stored: dict[str, Any]) -> dict[str, Any]:
-    """The flags of a run as today's suite would write them; the run may be older than some flags and tasks."""
-    flags = argparse.Namespace(**vars(parser().parse_args([])) | stored)
-    return vars(with_branches(complete(flags)))
+    """The flags of a run as today's suite would write them.
+
+    The run may be older than some flags and tasks. Flags without an effect have today's defaults.
+    """
+    flags = complete(argparse.Namespace(**vars(parser().parse_args([])) | stored))
+    for action, _ in parser().idle_flags(flags):
+        setattr(flags, action.dest, action.default)
+    return vars(with_branches(flags))
 
 
 def with_branches(args: argparse.Namespace) -> argparse.Namespace:
