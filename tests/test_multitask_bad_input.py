@@ -58,6 +58,9 @@ ENCODER = (
 IDLE = {  # flags that would do nothing
     "--smart_weight 2": "--smart_weight 2.0 needs --regularizer smart. Use ",
     TUNED + "--regularizer rdrop --smart_steps 3": "--smart_steps 3 needs --regularizer smart. Use ",
+    TUNED + "--regularizer smart --smart_sigma 1e-4": "--smart_sigma 0.0001 needs --smart_start embeddings. Use ",
+    "--sst_dropout 0.1 --para_dropout 0.1 --sts_dropout 0.1 --hidden_dropout_prob 0.2": "--hidden_dropout_prob 0.2 "
+    "needs a task without its own --TASK_dropout. Leave out one --TASK_dropout, or ",
     TUNED + "--regularizer rdrop --smart_variant 1": "--smart_variant 1 needs --regularizer smart or bregman. Use ",
     TUNED + "--regularizer smart+rdrop --bregman_momentum 0.5": "--bregman_momentum 0.5 needs --regularizer bregman.",
     TUNED + "--regularizer smart:0.5+bregman --rdrop_weight 2": "--rdrop_weight 2.0 needs --regularizer rdrop. Use ",

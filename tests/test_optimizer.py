@@ -4,6 +4,8 @@ import argparse
 import copy
 import itertools
 import math
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -271,7 +273,10 @@ def test_the_default_settings_are_the_handouts() -> None:
 
 def small_model(frozen: bool = False) -> BertSentimentClassifier:
     shape = {"vocab_size": 50, "hidden_size": 8, "num_hidden_layers": 3, "num_attention_heads": 2}
-    return BertSentimentClassifier(BertModel(BertConfig(**shape, intermediate_size=16)), 5, 0.1, frozen)
+    with tempfile.TemporaryDirectory() as folder:
+        BertModel(BertConfig(**shape, intermediate_size=16)).save_pretrained(Path(folder))
+        option = "pretrain" if frozen else "finetune"
+        return BertSentimentClassifier(argparse.Namespace(model=folder, num_labels=5, option=option))
 
 
 def rate_of(groups: list[dict], parameter: torch.nn.Parameter) -> tuple[float, float]:
