@@ -349,6 +349,11 @@ def test_the_batches_of_a_split_hold_its_own_rows(tokenizer: BertTokenizer):
     assert rows == {(f"id{i}", i % 5, tuple(encoded[i].ids)) for i in range(20)}
 
 
+def test_rows_of_similar_length_share_a_batch():
+    lengths = torch.randint(3, 60, (1000,), generator=epoch_generator(0, 1))
+    assert padding_share(lengths, bucketed_rows(lengths, 8, epoch_generator(0, 1))) < 0.05
+
+
 @pytest.mark.parametrize("batch_size", [8, 16, 64])
 def test_batches_hold_similar_lengths(batch_size: int, sst_lengths: torch.Tensor):
     share = padding_share(sst_lengths, bucketed_rows(sst_lengths, batch_size, epoch_generator(0, 1)))

@@ -20,6 +20,7 @@ from datasets import (
     SentenceClassificationTestDataset,
     SentencePairDataset,
     SentencePairTestDataset,
+    Split,
 )
 from evaluation import (
     PREDICTION_FILES,
@@ -39,9 +40,10 @@ from evaluation import (
     write_logits,
     write_predictions,
 )
-from tasks import CFIMDB, PARA, SST, STS, TASKS, Predictions, Task
+from readers import Examples
+from tasks import CFIMDB, PARA, SST, STS, TASKS, Batch, Number, Output, Predictions, Task
 from tokenizer import BertTokenizer
-from utils import InputError
+from utils import InputError, Precision
 
 CPU = torch.device("cpu")
 
@@ -410,6 +412,23 @@ def test_macro_f1_is_sklearns(classes: int):
 
 
 # --- the starter's functions ------------------------------------------------------------------------------------------
+
+
+class Measuring(nn.Module):
+    """Its only logit is the number of tokens of a row."""
+
+    def predict(self, batch: Batch) -> Output:
+        return Output(batch.sentences[0].attention_mask.sum(dim=1, keepdim=True).float(), ())
+
+
+def test_predictions_are_in_the_order_of_the_file():
+    """Batches are sorted by length. The lengths here need a permutation that is not its own inverse."""
+    texts = [f"{'good ' * n}film" for n in (3, 1, 2, 6, 4, 9, 5)]
+    task = dataclasses.replace(SST, predicts=Number(0, 100))
+    split = Split.tokenize(Examples(task, list("abcdefg"), (texts,), None), BertTokenizer.from_pretrained("minilm"))
+    found = evaluation.predict(Measuring(), split, 2, Precision("fp32", torch.device("cpu")))
+    assert found.ids == list("abcdefg")
+    assert found.values.tolist() == [6, 4, 5, 9, 7, 12, 8]  # with [CLS] and [SEP]
 
 
 class Counting(nn.Module):

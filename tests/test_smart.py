@@ -392,6 +392,17 @@ def test_the_perturbation_reaches_its_radius_for_confident_rows(task: str, start
     torch.testing.assert_close(noise.abs().amax(-1)[real], torch.full((int(real.sum()),), 0.03, dtype=noise.dtype))
 
 
+def test_the_perturbation_reaches_its_radius_for_confident_rows_in_float16() -> None:
+    """There, a gradient of 1e-7 would vanish on its way to the embeddings: it is scaled to length 1 before."""
+    model, batch = small_model(dropout=0), batch_of("para")
+    model.heads["para"].bias.data[0] = 18
+    term = Smart(radius=1.0, sigma=0.2, start="embeddings")
+    with torch.autocast("cpu", torch.float16):
+        noise = term.perturbation(model, batch, model.predict(batch))
+    real = stack(batch.sentences).attention_mask.bool()
+    assert (noise.abs().amax(-1)[real] == 1).float().mean() > 0.7  # one row of four may have the same logit as before
+
+
 @pytest.mark.parametrize("start", sorted(STARTS))
 @pytest.mark.parametrize("task", TASK_NAMES)
 def test_a_rows_perturbation_does_not_depend_on_the_other_rows(task: str, start: str, monkeypatch) -> None:
