@@ -299,8 +299,13 @@ def smart(rounds: int) -> list[Result]:
         trainer = Trainer(model, {"sst": cross_entropy}, update, schedule, precision, regularizer=regularizer)
         return lambda: seconds(lambda: trainer.update([[batch]], EpochRecord(), 1))
 
-    times = take_turns({"ours": prepared(Smart()), "plain": prepared(Regularizer())}, rounds, "smart")
-    return [Result.of("smart", times["ours"], "the same step without SMART", times["plain"], 2.4)]
+    terms = {"plain": Regularizer(), "logits": Smart(), "embeddings": Smart(start="embeddings")}
+    times = take_turns({name: prepared(term) for name, term in terms.items()}, rounds, "smart")
+    peer = "the same step without SMART", times["plain"]
+    return [
+        Result.of("smart", times["logits"], *peer, 2.4),
+        Result.of("smart_embeddings", times["embeddings"], *peer, 2.8),
+    ]
 
 
 # --- pipeline: an epoch of Part 2, from files to scores ---------------------------------------------------------------
