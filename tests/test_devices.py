@@ -177,10 +177,10 @@ def test_the_backward_pass_of_bert_base_keeps_a_stated_number_of_bytes_per_token
 
 
 @pytest.fixture(scope="module")
-def twelve_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint with the depth of bert-base: the number of operations depends on it, and not on the width."""
-    folder = tmp_path_factory.mktemp("twelve")
-    shape = dict(hidden_size=32, num_hidden_layers=12, num_attention_heads=4, intermediate_size=64)
+def three_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three layers, because a dispatch mode is slow. bert-base needs about 3,500 operations for the first row."""
+    folder = tmp_path_factory.mktemp("three")
+    shape = dict(hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=64)
     BertModel(BertConfig(**shape)).save_pretrained(folder)
     BertTokenizer.from_pretrained("minilm").save_pretrained(folder)
     return folder
@@ -189,22 +189,22 @@ def twelve_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # One step with three tasks: operations other than views, reads by the host, and operations on arrays of float64. The
 # figures are those counted, plus three percent.
 BUDGETS = {
-    "": (3650, 0, 0),
-    "--clip 1": (4080, 0, 0),
-    "--weight_decay 0.01": (3650, 0, 0),
-    "--combiner pcgrad": (3260, 1, 8),
-    "--regularizer smart": (8870, 0, 235),
-    "--regularizer smart --smart_start embeddings": (10300, 0, 175),
-    "--regularizer bregman": (4800, 0, 70),
-    "--regularizer rdrop": (7560, 0, 90),
-    "--averager ema": (3650, 0, 0),
-    "--optimizer nadam": (5340, 0, 0),
+    "": (1070, 0, 0),
+    "--clip 1": (1200, 0, 0),
+    "--weight_decay 0.01": (1070, 0, 0),
+    "--combiner pcgrad": (980, 1, 8),
+    "--regularizer smart": (2700, 0, 235),
+    "--regularizer smart --smart_start embeddings": (3060, 0, 175),
+    "--regularizer bregman": (1480, 0, 70),
+    "--regularizer rdrop": (2255, 0, 90),
+    "--averager ema": (1070, 0, 0),
+    "--optimizer nadam": (1570, 0, 0),
 }
 
 
 @pytest.mark.parametrize("flags", BUDGETS)
-def test_a_step_needs_no_more_than_its_budget_of_operations(flags: str, twelve_layers: Path):
-    bench = started(twelve_layers, *flags.split())
+def test_a_step_needs_no_more_than_its_budget_of_operations(flags: str, three_layers: Path):
+    bench = started(three_layers, *flags.split())
     draw = [batch.to(META) for batch in bench.draw(0, 1, 2, 3)]
     with Device() as mode:
         for number in (1, 2):  # the first makes the optimizer's state
