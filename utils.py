@@ -92,7 +92,7 @@ def set_deterministic(on: bool) -> None:
     """Restrict torch to deterministic algorithms, or lift the restriction."""
     if on:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when CUDA starts
-        torch.utils.deterministic.fill_uninitialized_memory = False  # a help for debugging that costs time
+        torch.utils.deterministic.fill_uninitialized_memory = False  # it is for debugging and costs time
     if on != torch.are_deterministic_algorithms_enabled():  # the call takes two seconds, even if nothing changes
         torch.use_deterministic_algorithms(on)
 
