@@ -32,13 +32,13 @@ from evaluation import predict, score, with_stored_vectors, write_predictions
 from flags import ALWAYS, ArgumentParser, Need, number
 from losses import cross_entropy
 from readers import read_examples, report_skipped
+from runs import Run
 from starter import load_model, restore_model, save_model, seed_everything
 from tasks import CFIMDB, SST, Batch, Category, Output, Task
 from tokenizer import BertTokenizer
 from training import Step, Trainer, fit
 from utils import (
     Precision,
-    Run,
     choose_device,
     count_parameters,
     run_script,

@@ -33,12 +33,12 @@ from evaluation import overall, predict, score_line, write_logits, write_predict
 from flags import ALWAYS, ArgumentParser, Switch, chosen, number
 from members import PLAIN_DEV, Member, chosen_on_dev, common_splits, hash_of, having, read_members, tasks_of
 from model import MultitaskBERT
+from runs import Run
 from tasks import TASKS, Predictions, Task
 from training import save_best
 from utils import (
     InputError,
     Precision,
-    Run,
     choose_device,
     run_script,
     sha256_of,

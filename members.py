@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 from evaluation import read_logits
 from multitask_flags import logits_remedy
+from runs import Run
 from tasks import TASKS, Predictions
-from utils import InputError, Run, warn
+from utils import InputError, warn
 
 PLAIN_DEV = "dev"  # what an ensemble is scored on if nothing was fitted or chosen on dev
 

@@ -43,6 +43,7 @@ from evaluation import (
 )
 from multitask_build import Splits, load_splits
 from multitask_flags import data_paths, with_defaults
+from runs import Run
 from starter import load_model, restore_model, save_model, seed_everything
 from tasks import TASKS
 from tokenizer import BertTokenizer
@@ -50,7 +51,6 @@ from training import Step, fit, grouped, restore_best
 from utils import (
     InputError,
     Precision,
-    Run,
     choose_device,
     count_parameters,
     dry_run_directory,

@@ -26,8 +26,9 @@ from flags import ALWAYS, ENCODER_TRAINS, ArgumentParser, FromRecipe, Need, Swit
 from losses import losses_of, task_trains, tasks_with
 from model import Branch
 from readers import reader_of, source_of
+from runs import Run
 from tasks import TASKS, Task
-from utils import InputError, Run
+from utils import InputError
 
 SPLITS = ("train", "dev", "test")
 SCORED = ("dev", "test")  # the splits that predictions are written for

@@ -37,13 +37,13 @@ from corpus import HELD_OUT_SEED, IGNORED, Corpus, Documents, Masking, Pair, Pai
 from datasets import Source, endless_batches
 from flags import ALWAYS, ArgumentParser, Need, Switch, number, parse_spec
 from losses import at_least_float32, same_meaning, simcse_scores, without_excluded
+from runs import Run
 from tasks import PARA, TASKS, Batch, Output, stack
 from tokenizer import BertTokenizer
 from training import Step, Trainer, fit, grouped
 from utils import (
     InputError,
     Precision,
-    Run,
     SideStream,
     choose_device,
     count_parameters,

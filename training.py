@@ -37,12 +37,12 @@ from base_bert import checkpoint_state, load_checkpoint_state
 from losses import Equal
 from optimizer import NoAverage
 from pcgrad import GradientCombiner
+from runs import Run
 from smart import Regularizer
 from tasks import Batch, Output, Target
 from utils import (
     InputError,
     Precision,
-    Run,
     SideStream,
     atomic_path,
     random_states,

@@ -23,10 +23,11 @@ from base_bert import checkpoint_state
 from bert import BertModel
 from config import BertConfig
 from model import MultitaskBERT
+from runs import Run
 from smart import REGULARIZERS, build_regularizer, evaluating
 from tasks import Batch, stack
 from training import restore_best, save_best
-from utils import InputError, Run
+from utils import InputError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TRAINED = [name for name, adapter in ADAPTERS.items() if adapter.own_parameters]

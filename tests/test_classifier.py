@@ -30,10 +30,11 @@ from config import BertConfig
 from datasets import Examples, Split
 from evaluation import predict, score, with_stored_vectors, write_predictions
 from losses import cross_entropy
+from runs import Run
 from tasks import CFIMDB, PARA, SST, STS, Batch, Output, Predictions, Task
 from tokenizer import BertTokenizer
 from training import CHECK_EVERY, EpochRecord, Step, Trainer, fit
-from utils import InputError, Precision, Run
+from utils import InputError, Precision
 
 CPU = torch.device("cpu")
 FP32 = Precision("fp32", CPU)

@@ -26,9 +26,10 @@ import training
 import utils
 from datasets import Split
 from readers import Examples
+from runs import Run
 from tasks import SST, Batch
 from training import EpochRecord, Trainer, ahead, load_progress, save_progress
-from utils import InputError, Precision, Run, random_states, restore_random_states
+from utils import InputError, Precision, random_states, restore_random_states
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 TUNED = ["--option", "finetune", "--lr", "1e-3"]

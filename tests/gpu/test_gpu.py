@@ -29,9 +29,10 @@ from evaluation import predict
 from optimizer import AdamW
 from pcgrad import GradientCombiner, Method
 from readers import Examples
+from runs import Run
 from tasks import TASKS, Batch, Encoded
 from tokenizer import BertTokenizer
-from training import EpochRecord, Progress, Run, load_progress, save_progress
+from training import EpochRecord, Progress, load_progress, save_progress
 from utils import Precision
 
 CPU = torch.device("cpu")
