@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import hashlib
+import itertools
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -252,6 +254,33 @@ def keep_freed_memory() -> None:
 def sha256_of(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def digest(value: Any) -> str:
+    """The sha256 of nested dicts and lists of tensors, arrays and plain values.
+
+    It is a checksum of contents: files carry it beside what they store, and it is verified on reading.
+    """
+    checksum = hashlib.sha256()
+
+    def feed(part: Any) -> None:
+        if isinstance(part, Tensor):
+            part = part.detach().cpu().contiguous()
+            checksum.update(f"{part.dtype} {tuple(part.shape)}".encode())
+            checksum.update(part.reshape(-1).view(torch.uint8).numpy().data)
+        elif isinstance(part, np.ndarray):
+            checksum.update(f"{part.dtype.str} {part.shape}".encode())
+            checksum.update(np.ascontiguousarray(part).tobytes())
+        elif isinstance(part, dict | list | tuple):
+            checksum.update(f"{type(part).__name__} {len(part)}".encode())
+            for item in itertools.chain.from_iterable(part.items()) if isinstance(part, dict) else part:
+                feed(item)
+        else:
+            checksum.update(f"{type(part).__name__} {part!r}".encode())
+        checksum.update(b";")
+
+    feed(value)
+    return checksum.hexdigest()
 
 
 @contextlib.contextmanager
