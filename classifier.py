@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import distributed
 import evaluation
 import optimizer
 import shared_flags
@@ -28,15 +29,17 @@ from datasets import (
     epoch_generator,
     read_split,
 )
+from distributed import World, local_sentences
 from evaluation import predict, score, with_stored_vectors, write_predictions
 from flags import ALWAYS, ArgumentParser, Need, number
 from losses import cross_entropy
 from readers import read_examples, report_skipped
-from runs import Run
+from runs import Run, shared_run
 from starter import load_model, restore_model, save_model, seed_everything
 from tasks import CFIMDB, SST, Batch, Category, Output, Task
 from tokenizer import BertTokenizer
-from training import Step, Trainer, fit
+from trainer import Step, Trainer
+from training import fit
 from utils import (
     Precision,
     choose_device,
@@ -64,6 +67,7 @@ class BertSentimentClassifier(nn.Module):
         self.bert.requires_grad_(not self.frozen)
         self.dropout = Dropout(args.hidden_dropout_prob)
         self.linear = nn.Linear(self.bert.config.hidden_size, args.num_labels)
+        self.world = World()  # the processes that train this model together
 
     def train(self, mode: bool = True) -> "BertSentimentClassifier":
         super().train(mode)
@@ -77,7 +81,9 @@ class BertSentimentClassifier(nn.Module):
 
     def vectors(self, batch: Batch) -> tuple[Tensor, ...]:
         (sentence,) = batch.sentences
-        return (self.bert(sentence.token_ids, sentence.attention_mask)["pooler_output"],)  # (B, H)
+        own = local_sentences(self.world, sentence)
+        vectors = self.bert(own.token_ids, own.attention_mask)["pooler_output"]
+        return (self.world.gather(vectors, len(sentence.token_ids)),)  # (B, H)
 
     def predict(self, batch: Batch) -> Output:
         vectors = self.vectors(batch) if batch.vectors is None else batch.vectors
@@ -99,18 +105,21 @@ def build_model(task: Task, args: argparse.Namespace) -> BertSentimentClassifier
     return BertSentimentClassifier(argparse.Namespace(**vars(args) | {"num_labels": task.predicts.num_logits}))
 
 
-def train_task(task: Task, args: argparse.Namespace, splits: dict[str, Split], precision: Precision, run: Run) -> float:
+def train_task(
+    task: Task, args: argparse.Namespace, splits: dict[str, Split], precision: Precision, run: Run, world: World
+) -> float:
     """Train one classifier, write its two prediction files, and return the best dev accuracy."""
-    trainer, best = fit_task(task, args, splits, precision, run)
+    trainer, best = fit_task(task, args, splits, precision, run, world)
     for name in ("dev", "test"):
         path = args.predictions / f"{args.option}-{task.name}-{name}-out.csv"
-        write_predictions(path, task, predict(trainer.model, splits[name], args.eval_batch_size, precision))
+        predictions = predict(trainer.model, splits[name], args.eval_batch_size, precision)
+        world.on_main(functools.partial(write_predictions, path, task, predictions))
         print(f"{task.name}: wrote {path}", flush=True)
     return best
 
 
 def fit_task(
-    task: Task, args: argparse.Namespace, splits: dict[str, Split], precision: Precision, run: Run
+    task: Task, args: argparse.Namespace, splits: dict[str, Split], precision: Precision, run: Run, world: World
 ) -> tuple[Trainer, float]:
     """Train one classifier; return its trainer, with the best epoch's weights, and the best dev accuracy.
 
@@ -118,6 +127,7 @@ def fit_task(
     """
     seed_everything(args.seed)
     model = build_model(task, args).to(precision.device)
+    model.world = world
     trainable, total = count_parameters(model)
     sizes = ", ".join(f"{name} {len(split)}" for name, split in splits.items())
     print(f"{task.name}: {sizes} rows | {trainable:,} of {total:,} parameters train", flush=True)
@@ -138,7 +148,9 @@ def fit_task(
         args.clip,
         averager=optimizer.build_averager(args, model),
         targets={task.name: task.predicts},
+        world=world,
     )
+    world.seed_apart(args.seed)
 
     def steps(epoch: int) -> Iterator[Step]:
         for batch in splits["train"].batches(batch_size, epoch_generator(args.seed, epoch)):
@@ -147,7 +159,10 @@ def fit_task(
     def evaluate() -> dict[str, float]:
         return {"dev": score(task, predict(model, splits["dev"], args.eval_batch_size, precision))}
 
-    best = fit(trainer, steps, evaluate, "dev", args.epochs, run, steps_in=lambda epoch: total_steps)
+    best = fit(
+        trainer, steps, evaluate, "dev", args.epochs, run, steps_in=lambda epoch: total_steps,
+        save_minutes=args.save_minutes, keep_state=args.keep_state, resume=args.resume,
+    )  # fmt: skip
     return trainer, best["dev"]
 
 
@@ -169,6 +184,7 @@ def parser() -> ArgumentParser:
     for flag, task in (("--batch_size", "sst"), ("--cfimdb_batch_size", "cfimdb")):
         add(flag, type=number(int, 1, 4096), default=8, needs=trains(task), metavar="N",
             help=f"rows per update on {task}; 64 fits a 12 GB GPU")  # fmt: skip
+    shared_flags.add_checkpoints(new)
     optimizer.add_arguments(new, lr=None, lr_default=" (default: 1e-3 for pretrain, 1e-5 for finetune)")
     shared_flags.add_encoder(new)
     new.section("the model")(
@@ -202,24 +218,43 @@ def get_args(argv: list[str] | None = None) -> argparse.Namespace:
     return parser().parse(argv, complete)
 
 
+# Flags that may differ between the start of a run and --resume.
+MAY_DIFFER = {"runs", "predictions", "eval_batch_size", "tasks", "epochs"}
+MAY_DIFFER |= shared_flags.OF_THE_MACHINE | shared_flags.OF_CHECKPOINTS
+
+
+def open_run(task: Task, args: argparse.Namespace) -> Run:
+    """A new run, or the one to resume."""
+    folder, data = args.runs / args.name / task.name, list(data_paths(task, args).values())
+    if not args.resume:
+        return Run.create(folder, args, data)
+    defaults, extend = vars(parser().parse_args([])), functools.partial(shared_flags.check_extension, args)
+    return Run.resume(folder, args, lambda stored: defaults | stored, data, MAY_DIFFER, extend)
+
+
 def main() -> None:
     args = get_args()
+    with distributed.started(args.use_gpu) as world:
+        train_tasks(args, world)
+
+
+def train_tasks(args: argparse.Namespace, world: World) -> None:
+    """Train a classifier for each task, one after the other."""
     device = choose_device(args.use_gpu, args.precision, args.deterministic)
     tokenizer = BertTokenizer.from_pretrained(args.model, max_length=args.max_length)
     splits = {name: load_splits(PART_1_TASKS[name], args, tokenizer) for name in dict.fromkeys(args.tasks)}
     BertModel.from_pretrained(args.model, keep_layers=args.keep_layers)  # fails now rather than after the first task
     writable_directory(args.predictions, "--predictions")
-    runs = {
-        name: Run.create(args.runs / args.name / name, args, list(data_paths(PART_1_TASKS[name], args).values()))
-        for name in splits
-    }
+    for name in splits if not args.resume else ():
+        world.on_main(functools.partial(Run.must_be_new, args.runs / args.name / name))
     threads = torch.get_num_threads()
     print(f"{args.option} {args.model} | {device.type} {args.precision} | {threads} threads | lr {args.lr:g}")
     for name, task_splits in splits.items():
-        started = time.monotonic()
-        best = train_task(PART_1_TASKS[name], args, task_splits, Precision(args.precision, device), runs[name])
-        spent = time.monotonic() - started
-        print(f"{name}: best dev accuracy {best:.3f} | {spent:.0f} s | {runs[name].folder}", flush=True)
+        started, task, precision = time.monotonic(), PART_1_TASKS[name], Precision(args.precision, device)
+        with shared_run(world, functools.partial(open_run, task, args)) as run:
+            best = train_task(task, args, task_splits, precision, run, world)
+            spent = time.monotonic() - started
+            print(f"{name}: best dev accuracy {best:.3f} | {spent:.0f} s | {run.folder}", flush=True)
 
 
 # --- the starter's functions ------------------------------------------------------------------------------------------
@@ -254,7 +289,9 @@ def train(args: Any) -> None:
             name: read_split(task, [path], tokenizer, labeled=True)
             for name, path in zip(("train", "dev"), paths, strict=True)
         }
-        trainer, _ = fit_task(task, flags, splits, Precision(flags.precision, choose_device(flags.use_gpu)), run)
+        flags.save_minutes = None  # the directory is temporary
+        precision = Precision(flags.precision, choose_device(flags.use_gpu))
+        trainer, _ = fit_task(task, flags, splits, precision, run, World())
     save_model(trainer.model, trainer.optimizer, args, config, args.filepath)
 
 

@@ -15,11 +15,10 @@ from torch import Generator, Tensor
 
 from datasets import Ragged, bucketed_rows, epoch_generator, join_pair, trim_padding
 from readers import NO_GOLD_LABEL, nli_lines, read_examples, report_skipped, text_lines
-from tasks import PARA, Batch, Encoded, Task
+from tasks import IGNORED, PARA, Batch, Encoded, Task
 from tokenizer import SPECIAL_TOKENS, BertTokenizer
 from utils import InputError, warn
 
-IGNORED = -100  # the label of a token that is not to be predicted
 IS_NEXT, IS_RANDOM = 0, 1  # the labels of transformers' BertForNextSentencePrediction
 HELD_OUT_SEED = 0  # not a flag: held-out figures of different runs must be comparable
 

@@ -28,14 +28,14 @@ from torch import Tensor
 import multitask_build
 import multitask_flags
 import shared_flags
-from base_bert import load_checkpoint_state
+from base_bert import load_checkpoint_state, read_safetensors
+from checkpoints import save_best
 from evaluation import overall, predict, score_line, write_logits, write_predictions
 from flags import ALWAYS, ArgumentParser, Switch, chosen, number
 from members import PLAIN_DEV, Member, chosen_on_dev, common_splits, hash_of, having, read_members, tasks_of
 from model import MultitaskBERT
 from runs import Run
 from tasks import TASKS, Predictions, Task
-from training import save_best
 from utils import (
     InputError,
     Precision,
@@ -329,8 +329,9 @@ def mean_tensors(paths: list[Path], left_out: tuple[str, ...]) -> dict[str, Tens
 
 def open_weights(path: Path) -> Any:
     try:
+        read_safetensors(path)  # verifies its checksum
         return safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, ValueError) as error:
         raise InputError(f"{path}: not a complete weights file ({error}). Train the run again.") from error
 
 
@@ -384,8 +385,8 @@ def write_files(args: argparse.Namespace, members: list[Member], combined: Ensem
         for member in having(members, name)[:1]
         for split in ("dev", "test")
     }
-    run = Run.create(folder, combined.flags, hashes)
-    combined.save(run)
+    with Run.create(folder, combined.flags, hashes) as run:
+        combined.save(run)
     own = scores[str(folder)]
     write_text(folder / "dev.json", json.dumps(own | {"overall": overall(own)}) + "\n")
     weights = {name: {str(run): weight for run, weight in of.items()} for name, of in combined.weights.items()}

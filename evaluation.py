@@ -29,6 +29,7 @@ from datasets import (
     load_multitask_data,
     sorted_rows,
 )
+from distributed import World
 from flags import ALWAYS, ArgumentParser
 from readers import read_examples
 from tasks import PARA, SST, STS, TASKS, Batch, Output, Predictions, Task
@@ -37,6 +38,8 @@ from utils import InputError, Precision, atomic_path, run_script, warn, writable
 
 class Predictor(Protocol):
     """What training and evaluation need of a model; `vectors` is the output of its frozen part."""
+
+    world: World
 
     def vectors(self, batch: Batch) -> tuple[Tensor, ...]: ...
     def predict(self, batch: Batch) -> Output: ...
@@ -48,24 +51,35 @@ class Predictor(Protocol):
 
 @torch.no_grad()
 def _in_file_order(
-    compute: Callable[[Batch], Iterable[Tensor]], split: Split, batch_size: int, precision: Precision, label: str
+    compute: Callable[[Batch], Iterable[Tensor]],
+    split: Split,
+    batch_size: int,
+    precision: Precision,
+    label: str,
+    world: World,
 ) -> tuple[Tensor, ...]:
     """Compute tensors (B, ...) for all rows, batch by batch; return them on the CPU in the order of the file.
 
     They stay on the device until the end: one copy for all batches, so that no batch waits for the one before it.
+    Several processes divide the batches between them, and each returns the results of all.
     """
     batches = sorted_rows(split.lengths, batch_size)
     results = []
     with precision.autocast():  # one region for all batches, so that each weight is cast once
-        for rows in tqdm(batches, desc=label, leave=False, disable=None):
+        for rows in tqdm(batches[world.rank :: world.size], desc=label, leave=False, disable=None):
             results.append(tuple(compute(split.batch(rows).to(precision.device))))
-    order = torch.cat(batches).argsort()
-    return tuple(torch.cat(parts).float().cpu()[order] for parts in zip(*results, strict=True))
+    found = [torch.cat(parts).float().cpu() for parts in zip(*results, strict=True)]
+    by_rank = [of_rank for of_rank in world.collect(found) if of_rank]
+    rows = [row for rank in range(world.size) for row in batches[rank :: world.size]]
+    order = torch.cat(rows).argsort()
+    return tuple(torch.cat(parts)[order] for parts in zip(*by_rank, strict=True))
 
 
 def predict(model: Predictor, split: Split, batch_size: int, precision: Precision) -> Predictions:
     model.eval()
-    (logits,) = _in_file_order(lambda b: (model.predict(b).logits,), split, batch_size, precision, split.task.name)
+    (logits,) = _in_file_order(
+        lambda b: (model.predict(b).logits,), split, batch_size, precision, split.task.name, model.world
+    )
     labels = None if split.labels is None else split.labels.numpy()
     return Predictions(split.ids, logits.numpy(), split.task.predicts.decode(logits).numpy(), labels)
 
@@ -74,7 +88,7 @@ def with_stored_vectors(model: Predictor, split: Split, batch_size: int, precisi
     """Run the frozen encoder once over a split, in eval mode, and store its vectors in the split."""
     model.eval()
     label = f"encode {split.task.name}"
-    return split.with_vectors(_in_file_order(model.vectors, split, batch_size, precision, label))
+    return split.with_vectors(_in_file_order(model.vectors, split, batch_size, precision, label, model.world))
 
 
 # --- score ------------------------------------------------------------------------------------------------------------

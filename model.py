@@ -29,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 from adapters import Adapter
 from bert import BertModel, Layer
 from datasets import PAIRINGS, SINGLE, Pairing
+from distributed import World, local_sentences
 from heads import POOLERS, Pooler, build_head
 from losses import Equal
 from pos import Feature
@@ -102,6 +103,7 @@ class MultitaskBERT(nn.Module):
         self.feature = feature(H)
         self.weighting = Equal([], {}) if weighting is None else weighting
         self.adapter = adapter(bert, list(self.branches))
+        self.world = World()  # the processes that train this model together
 
     @staticmethod
     def parts_of(task: str) -> tuple[str, ...]:
@@ -145,11 +147,14 @@ class MultitaskBERT(nn.Module):
         with replayed(random_state, embeddings.device):
             vectors = self.with_feature(batch, self.vectors(batch, embeddings))
             again = partial(self.predict, batch) if self.training else None
-            return Output(score(vectors), vectors, embeddings, state, score, again)
+            return Output(score(vectors), vectors, embeddings, state, score, again, self.world.local)
 
     def embed(self, batch: Batch) -> Tensor:
-        """The embedding layer's output for all sentences of the batch, stacked: (R, T, H)."""
-        sentences = stack(batch.sentences)
+        """The embedding layer's output for all sentences of the batch, stacked: (R, T, H).
+
+        If several processes train together, R here and in `vectors` is this process's share until all are gathered.
+        """
+        sentences = local_sentences(self.world, stack(batch.sentences))
         return self.bert.embed(sentences.token_ids, sentences.token_type_ids)
 
     def vectors(self, batch: Batch, embeddings: Tensor | None = None) -> tuple[Tensor, ...]:
@@ -162,13 +167,15 @@ class MultitaskBERT(nn.Module):
         embedding layer, whose output SMART perturbs, is not chunked.
         """
         embeddings = self.embed(batch) if embeddings is None else embeddings
-        mask = stack(batch.sentences).attention_mask  # (R, T)
+        of_all = stack(batch.sentences).attention_mask
+        mask = self.world.local(of_all)  # (R, T)
         encode = partial(self._encode, self.adapter.layers(batch.task), self.poolers[batch.task])
         if self.chunk_rows and torch.is_grad_enabled():
             chunks = zip(embeddings.split(self.chunk_rows), mask.split(self.chunk_rows), strict=True)
             vectors = torch.cat([checkpoint(encode, *chunk, use_reentrant=False) for chunk in chunks])  # (R, H)
         else:
             vectors = encode(embeddings, mask)
+        vectors = self.world.gather(vectors, of_all.size(0))
         return vectors.unflatten(0, (len(batch.sentences), -1)).unbind()  # (R, H) -> one (B, H) per sentence
 
     def _encode(self, layers: Iterable[Layer], pooler: Pooler, embeddings: Tensor, mask: Tensor) -> Tensor:

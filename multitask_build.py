@@ -22,7 +22,7 @@ from model import MultitaskBERT
 from multitask_flags import branches, data_paths, logits_remedy
 from tasks import TASKS
 from tokenizer import BertTokenizer
-from training import Trainer
+from trainer import Trainer
 from utils import InputError, Precision, SideStream
 
 # --- model and trainer ------------------------------------------------------------------------------------------------
@@ -67,6 +67,8 @@ def build_trainer(args: argparse.Namespace, model: MultitaskBERT, precision: Pre
         optimizer.build_averager(args, model),
         {name: TASKS[name].predicts for name in args.tasks},
         SideStream(args.seed),
+        {name for name in args.tasks if any(loss.compares_rows for loss in losses_of(args, name).values())},
+        model.world,
     )
 
 

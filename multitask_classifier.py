@@ -18,18 +18,22 @@ signatures.
 """
 
 import argparse
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+import distributed
 import model
 import multitask_build
 import multitask_flags
 import pos
 import sampling
+from checkpoints import restore_best
 from datasets import endless_batches, read_split
+from distributed import World
 from evaluation import (
     overall,
     predict,
@@ -43,11 +47,12 @@ from evaluation import (
 )
 from multitask_build import Splits, load_splits
 from multitask_flags import data_paths, with_defaults
-from runs import Run
+from runs import Run, shared_run
 from starter import load_model, restore_model, save_model, seed_everything
-from tasks import TASKS
+from tasks import TASKS, Predictions
 from tokenizer import BertTokenizer
-from training import Step, fit, grouped, restore_best
+from trainer import Step
+from training import fit, grouped
 from utils import (
     InputError,
     Precision,
@@ -59,6 +64,7 @@ from utils import (
 )
 
 OnEpoch = Callable[[int, dict[str, float]], None]  # called with the epoch and its dev scores
+ALONE = World()  # one process
 
 
 class MultitaskBERT(model.MultitaskBERT):
@@ -99,9 +105,11 @@ def train_multitask(args: argparse.Namespace, on_epoch: OnEpoch = lambda epoch, 
     return trained.scores
 
 
-def train(args: argparse.Namespace, on_epoch: OnEpoch = lambda epoch, scores: None) -> Trained:
-    """Train with complete flags."""
+def train(args: argparse.Namespace, on_epoch: OnEpoch = lambda epoch, scores: None, world: World = ALONE) -> Trained:
+    """Train with complete flags. world: the processes that train together."""
     multitask_flags.validate(args)
+    if not args.resume:
+        world.on_main(lambda: Run.must_be_new(args.runs / args.name))  # before minutes are spent on reading data
     args.pos_tagger = pos.available_tagger(args)
     precision = Precision(args.precision, choose_device(args.use_gpu, args.precision, args.deterministic))
     tokenizer = multitask_build.build_tokenizer(args)
@@ -110,13 +118,28 @@ def train(args: argparse.Namespace, on_epoch: OnEpoch = lambda epoch, scores: No
         splits[name]["train"] = multitask_build.with_teacher(splits[name]["train"], path)
     seed_everything(args.seed)
     network = multitask_build.build_model(args).to(precision.device)
+    network.world = world
     if args.compile:
         network.adapter.compile_layers()
     for name, split in ((name, split) for name in args.tasks for split in multitask_flags.SCORED):
         writable_directory(Path(getattr(args, f"{name}_{split}_out")).parent, f"the directory of --{name}_{split}_out")
-    run = multitask_flags.open_run(args)
-    tokenizer.save_pretrained(run.folder)
-    describe(args, network, splits, precision)
+    with shared_run(world, lambda: multitask_flags.open_run(args)) as run:
+        world.on_main(lambda: tokenizer.save_pretrained(run.folder))
+        describe(args, network, splits, precision)
+        best = fit_network(args, network, splits, precision, run, on_epoch)
+    print(f"best dev: {score_line({name: best[name] for name in args.tasks})} | {run.folder}", flush=True)
+    return Trained(args, network, tokenizer, splits, precision, run, best)
+
+
+def fit_network(
+    args: argparse.Namespace,
+    network: model.MultitaskBERT,
+    splits: Splits,
+    precision: Precision,
+    run: Run,
+    on_epoch: OnEpoch,
+) -> dict[str, float]:
+    """Train the model, whose best epoch's weights it has at the end. The training rows are taken out of `splits`."""
     training_rows = {name: splits[name].pop("train") for name in args.train_tasks}
     scored = {name: of_task["dev"] for name, of_task in splits.items()}
     if network.vectors_are_fixed:
@@ -144,12 +167,13 @@ def train(args: argparse.Namespace, on_epoch: OnEpoch = lambda epoch, scores: No
         return scores | {"overall": overall(scores)} | trained
 
     total_steps = sum(steps_in(epoch) for epoch in range(1, args.epochs + 1))
-    best = fit(
-        multitask_build.build_trainer(args, network, precision, total_steps), steps, evaluate, select, args.epochs, run,
-        steps_in=steps_in, patience=args.patience, keep_state=not args.dry_run, resume=args.resume, on_epoch=on_epoch,
+    trainer = multitask_build.build_trainer(args, network, precision, total_steps)
+    network.world.seed_apart(args.seed)
+    return fit(
+        trainer, steps, evaluate, select, args.epochs, run, steps_in=steps_in, patience=args.patience,
+        save_minutes=None if args.dry_run else args.save_minutes, keep_state=args.keep_state, resume=args.resume,
+        on_epoch=on_epoch,
     )  # fmt: skip
-    print(f"best dev: {score_line({name: best[name] for name in args.tasks})} | {run.folder}", flush=True)
-    return Trained(args, network, tokenizer, splits, precision, run, best)
 
 
 def describe(args: argparse.Namespace, network: model.MultitaskBERT, splits: Splits, precision: Precision) -> None:
@@ -205,11 +229,15 @@ def write_run_predictions(trained: Trained) -> None:
         for split, rows in of_task.items():
             predictions = predict(trained.model, rows, args.eval_batch_size, trained.precision)
             path = Path(getattr(args, f"{name}_{split}_out"))
-            writable_directory(path.parent, f"the directory of --{name}_{split}_out")
-            write_predictions(path, rows.task, predictions)
-            write_logits(trained.run.folder / f"{name}-{split}.npz", predictions)
+            trained.model.world.on_main(functools.partial(write_split, trained.run, name, split, path, predictions))
             shown = f" | dev score {score(rows.task, predictions):.4f}" if predictions.labels is not None else ""
             print(f"{name}: wrote {path}, {len(predictions.ids)} rows{shown}", flush=True)
+
+
+def write_split(run: Run, name: str, split: str, path: Path, predictions: Predictions) -> None:
+    writable_directory(path.parent, f"the directory of --{name}_{split}_out")
+    write_predictions(path, TASKS[name], predictions)
+    write_logits(run.folder / f"{name}-{split}.npz", predictions)
 
 
 def write_training_logits(trained: Trained) -> None:
@@ -274,7 +302,8 @@ def main() -> None:
         with dry_run_directory() as folder:
             write_run_predictions(train(dry(args, folder)))
     else:
-        write_run_predictions(train(args))
+        with distributed.started(args.use_gpu) as world:
+            write_run_predictions(train(args, world=world))
 
 
 if __name__ == "__main__":

@@ -226,7 +226,7 @@ def with_defaults(config: Any) -> argparse.Namespace:
 
 # Flags that have an effect when a trained run predicts; all others were decided by its training.
 PREDICTION_FLAGS = {"data", "predictions", "strict_data", "repeated_ids", "eval_batch_size"}
-PREDICTION_FLAGS |= shared_flags.OF_THE_MACHINE
+PREDICTION_FLAGS |= shared_flags.OF_THE_MACHINE | shared_flags.OF_CHECKPOINTS
 PREDICTION_FLAGS |= {"attention", "symmetric", "max_length", "pos_cache", "predict_only", "predict_train", "run"}
 PREDICTION_FLAGS |= {"model", "fine_tune_mode"}  # the checkpoint may have moved; the other follows from --option
 
@@ -282,8 +282,8 @@ def of_run(folder: Path, argv: list[str] | None = None) -> argparse.Namespace:
 
 
 # Flags that may differ between the start of a run and --resume; head, pooling and pairing are compared task by task.
-MAY_DIFFER = {"resume", "runs", "fine_tune_mode", "eval_batch_size", "predict_only", "run", "pos_cache"}
-MAY_DIFFER |= {"head", "pooling", "pairing"} | shared_flags.OF_THE_MACHINE
+MAY_DIFFER = {"runs", "fine_tune_mode", "eval_batch_size", "predict_only", "run", "pos_cache", "epochs"}
+MAY_DIFFER |= {"head", "pooling", "pairing"} | shared_flags.OF_THE_MACHINE | shared_flags.OF_CHECKPOINTS
 
 
 def open_run(args: argparse.Namespace) -> Run:
@@ -294,7 +294,8 @@ def open_run(args: argparse.Namespace) -> Run:
     unused = [f"{name}_" for name in TASKS if name not in args.tasks]
     unused += [f"{name}_train" for name in args.tasks if name not in args.train_tasks]
     of_unused = {key for key in vars(args) if key.startswith(tuple(unused))}
-    return Run.resume(folder, with_branches(args), upgraded, data, MAY_DIFFER | of_unused)
+    extend = functools.partial(shared_flags.check_extension, args)
+    return Run.resume(folder, with_branches(args), upgraded, data, MAY_DIFFER | of_unused, extend)
 
 
 def upgraded(stored: dict[str, Any]) -> dict[str, Any]:

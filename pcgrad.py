@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import kernels
+from distributed import World
 from flags import ENCODER_TRAINS, ArgumentParser, Need, chosen, number
 from sampling import one_task_per_step
 
@@ -215,6 +216,7 @@ class GradientCombiner:
     def __init__(self, shared: Iterable[Parameter], method: Method | None):
         self.shared = list(shared)
         self.method = method
+        self.world = World()  # the processes that train the model together
         self.kept: dict[str, list[Tensor | None]] = {}  # by task, in the order of `shared`
         self.figures: dict[str, list[float]] = defaultdict(list)  # by name, one value per step
 
@@ -232,13 +234,19 @@ class GradientCombiner:
             p.grad = None
 
     @torch.no_grad()
-    def write_gradients(self, loss_scale: float = 1.0) -> None:
+    def write_gradients(self, loss_scale: float = 1.0, parameters: Iterable[Parameter] = ()) -> None:
         """Write the combined gradients to the shared parameters' .grad and drop the tasks' own.
+
+        If several processes train together, each task's gradient first becomes that of the whole batch, and so do those
+        of the other `parameters`, the model's, which are in .grad.
 
         .grad is None where no task has a gradient. loss_scale: the factor by which a loss scaler has multiplied the
         losses; it only affects the norms in means().
         """
         names = tuple(sorted(self.kept))
+        for name in names:
+            self.world.average(self.kept[name])
+        self.world.average(p.grad for p in parameters)  # None for the shared ones, unless the method is the plain sum
         if len(names) > 1:
             rows = list(zip(*(self.kept[name] for name in names), strict=True))  # per parameter: K gradients or None
             gramian, zeros = gram_matrix(rows, len(names))
@@ -275,11 +283,17 @@ class GradientCombiner:
         self.figures.clear()
         return means
 
+    def drop(self) -> None:
+        """Forget the gradients of a step that is not completed."""
+        self.kept = {}
+
     def state_dict(self) -> dict[str, Any]:
         """The state between two steps: tensors, numbers and dicts only."""
-        return self.method.state_dict() if self.method else {}
+        figures = {"figures": {name: list(values) for name, values in self.figures.items()}}
+        return figures | (self.method.state_dict() if self.method else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.figures = defaultdict(list, {name: list(values) for name, values in state.get("figures", {}).items()})
         if self.method:
             self.method.load_state_dict(state)
 

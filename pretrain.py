@@ -24,23 +24,28 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 import corpus
+import distributed
 import heads
 import optimizer
 import shared_flags
 from base_bert import copy_tensors, find_checkpoint, modern_name, read_weights
 from bert import BertModel
+from checkpoints import STATE
 from config import ACTIVATIONS
 from corpus import HELD_OUT_SEED, IGNORED, Corpus, Documents, Masking, Pair, PairCorpus
 from datasets import Source, endless_batches
+from distributed import World, local_sentences
 from flags import ALWAYS, ArgumentParser, Need, Switch, number, parse_spec
 from losses import at_least_float32, same_meaning, simcse_scores, without_excluded
-from runs import Run
+from runs import Run, shared_run
 from tasks import PARA, TASKS, Batch, Output, stack
 from tokenizer import BertTokenizer
-from training import Step, Trainer, fit, grouped
+from trainer import Step, Trainer
+from training import fit, grouped
 from utils import (
     InputError,
     Precision,
@@ -88,6 +93,8 @@ class PretrainingBERT(nn.Module):
     def __init__(self, bert: BertModel, objectives: Iterable[str], pooling: str = "mean", temperature: float = 0.05):
         super().__init__()
         self.bert, self.temperature = bert, temperature
+        self.chunk_rows: int | None = None  # encode this many sentences at a time (see model.MultitaskBERT.vectors)
+        self.world = World()  # the processes that train this model together
         self.cls, self.poolers = nn.ModuleDict(), nn.ModuleDict()
         names = set(objectives)
         if "mlm" in names:
@@ -101,10 +108,15 @@ class PretrainingBERT(nn.Module):
 
     def predict(self, batch: Batch) -> Output:
         """The logits of the batch's objective (rows, choices), one row for each of its `targets`."""
-        sentences = stack(batch.sentences)
-        hidden = self.bert.encode(
-            self.bert.embed(sentences.token_ids, sentences.token_type_ids), sentences.attention_mask
-        )
+        of_all = stack(batch.sentences)
+        sentences = local_sentences(self.world, of_all)
+        embeddings, mask = self.bert.embed(sentences.token_ids, sentences.token_type_ids), sentences.attention_mask
+        if self.chunk_rows and torch.is_grad_enabled():
+            chunks = zip(embeddings.split(self.chunk_rows), mask.split(self.chunk_rows), strict=True)
+            hidden = torch.cat([checkpoint(self.bert.encode, *chunk, use_reentrant=False) for chunk in chunks])
+        else:
+            hidden = self.bert.encode(embeddings, mask)
+        hidden = self.world.gather(hidden, of_all.token_ids.size(0))  # (R, T, H)
         return Output(OBJECTIVES[batch.task].logits(self, hidden, batch), ())
 
     def word_logits(self, hidden: Tensor, batch: Batch) -> Tensor:
@@ -214,16 +226,19 @@ def measure(model: PretrainingBERT, name: str, source: Source, precision: Precis
     model.train(OBJECTIVES[name].dropout_is_noise)
     batches = source.batches(HELD_OUT_BATCH, Generator().manual_seed(HELD_OUT_SEED))
     total = -(-len(source) // HELD_OUT_BATCH)
-    with torch.random.fork_rng([precision.device] if precision.device.type == "cuda" else []):
-        torch.manual_seed(HELD_OUT_SEED)
-        with precision.autocast():  # one region for all batches, so that each weight is cast once
-            for batch in tqdm(batches, desc=f"held out {name}", total=total, leave=False, disable=None):
-                batch = batch.to(precision.device)
-                output = model.predict(batch)
-                loss += summed_loss(output, batch).double()  # stays on the device until all batches are done
-                correct += (output.logits.argmax(dim=1) == targets(batch)).sum()
-                count += len(output.logits)
-    return float(loss) / count, float(correct) / count
+    gpus = [precision.device] if precision.device.type == "cuda" else []
+    with torch.random.fork_rng(gpus), precision.autocast():  # one region, so that each weight is cast once
+        for i, batch in enumerate(tqdm(batches, desc=f"held out {name}", total=total, leave=False, disable=None)):
+            if i % model.world.size != model.world.rank:  # another process measures it
+                continue
+            torch.manual_seed(HELD_OUT_SEED + i)
+            batch = batch.to(precision.device)
+            output = model.predict(batch)
+            loss += summed_loss(output, batch).double()  # stays on the device until all batches are done
+            correct += (output.logits.argmax(dim=1) == targets(batch)).sum()
+            count += len(output.logits)
+    loss, correct, count = model.world.sum([float(loss), float(correct), float(count)])
+    return loss / count, correct / count
 
 
 # --- data -------------------------------------------------------------------------------------------------------------
@@ -316,15 +331,17 @@ def build_model(args: argparse.Namespace, precision: Precision) -> PretrainingBE
     return model.to(precision.device)
 
 
-MAY_DIFFER = {"resume", "runs"} | shared_flags.OF_THE_MACHINE  # between the start of a run and --resume
+# Flags that may differ between the start of a run and --resume.
+MAY_DIFFER = {"runs", "epochs"} | shared_flags.OF_THE_MACHINE | shared_flags.OF_CHECKPOINTS
 
 
 def open_run(args: argparse.Namespace) -> Run:
+    """A new run, or the one to resume."""
     folder = args.runs / args.name
     if not args.resume:
         return Run.create(folder, args, data_files(args))
-    defaults = vars(parser().parse_args([]))
-    return Run.resume(folder, args, lambda stored: defaults | stored, data_files(args), MAY_DIFFER)
+    defaults, extend = vars(parser().parse_args([])), partial(shared_flags.check_extension, args)
+    return Run.resume(folder, args, lambda stored: defaults | stored, data_files(args), MAY_DIFFER, extend)
 
 
 def build_trainer(args: argparse.Namespace, model: PretrainingBERT, precision: Precision, total_steps: int) -> Trainer:
@@ -338,19 +355,39 @@ def build_trainer(args: argparse.Namespace, model: PretrainingBERT, precision: P
         args.clip,
         averager=optimizer.build_averager(args, model),
         side_stream=SideStream(args.seed),
+        compare_rows=CONTRASTIVE,
+        world=model.world,
     )
 
 
-def pretrain(args: argparse.Namespace) -> dict[str, float]:
+def pretrain(args: argparse.Namespace, world: World) -> dict[str, float]:
     """Train, keep the best epoch by the held-out loss, and return its held-out figures."""
+    if not args.resume:
+        world.on_main(lambda: Run.must_be_new(args.runs / args.name))
     weights = parse_objectives(args.objective)
     precision = Precision(args.precision, choose_device(args.use_gpu, args.precision, args.deterministic))
     sources = build_sources(args, BertTokenizer.from_pretrained(args.model, max_length=args.max_length))
     seed_everything(args.seed)
     model = build_model(args, precision)
-    run = open_run(args)
-    BertTokenizer.from_pretrained(args.model).save_pretrained(run.folder)  # with the checkpoint's own --max_length
-    describe(args, model, sources, precision)
+    model.world = world
+    with shared_run(world, lambda: open_run(args)) as run:
+        tokenizer = BertTokenizer.from_pretrained(args.model)  # with the checkpoint's own --max_length
+        world.on_main(lambda: tokenizer.save_pretrained(run.folder))
+        describe(args, model, sources, precision)
+        best = fit_model(args, model, sources, weights, precision, run)
+    print(" | ".join(["best", *(f"{name} {value:.3f}" for name, value in best.items()), str(run.folder)]), flush=True)
+    return best
+
+
+def fit_model(
+    args: argparse.Namespace,
+    model: PretrainingBERT,
+    sources: dict[str, Sources],
+    weights: dict[str, float],
+    precision: Precision,
+    run: Run,
+) -> dict[str, float]:
+    """Measure the model, train it, and return the best epoch's held-out figures."""
 
     def evaluate() -> dict[str, float]:
         scores, total = {}, 0.0
@@ -362,9 +399,10 @@ def pretrain(args: argparse.Namespace) -> dict[str, float]:
             )
         return scores | {"held-out loss": total}
 
-    if not args.resume:
+    if not model.world.broadcast((run.folder / STATE).exists() or run.finished):
         before = evaluate()
         run.log(epoch=0, scores=before)
+        model.world.on_main(run.write_log)
         print(" | ".join(["before training", *(f"{name} {value:.3f}" for name, value in before.items())]), flush=True)
     draws = max(-(-len(of_name.train) // args.batch_size) for of_name in sources.values())
 
@@ -374,13 +412,13 @@ def pretrain(args: argparse.Namespace) -> dict[str, float]:
         return grouped(itertools.islice(zip(*streams, strict=True), draws), args.accumulate)
 
     steps_in_epoch = -(-draws // args.accumulate)
-    best = fit(
-        build_trainer(args, model, precision, steps_in_epoch * args.epochs), steps, evaluate, "held-out loss",
-        args.epochs, run, better=operator.lt, steps_in=lambda epoch: steps_in_epoch, patience=args.patience,
-        keep_state=not args.dry_run, resume=args.resume,
+    trainer = build_trainer(args, model, precision, steps_in_epoch * args.epochs)
+    model.world.seed_apart(args.seed)
+    return fit(
+        trainer, steps, evaluate, "held-out loss", args.epochs, run, better=operator.lt,
+        steps_in=lambda epoch: steps_in_epoch, patience=args.patience,
+        save_minutes=None if args.dry_run else args.save_minutes, keep_state=args.keep_state, resume=args.resume,
     )  # fmt: skip
-    print(" | ".join(["best", *(f"{name} {value:.3f}" for name, value in best.items()), str(run.folder)]), flush=True)
-    return best
 
 
 def describe(
@@ -508,11 +546,12 @@ def get_args(argv: list[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     args = get_args()
     if not args.dry_run:
-        pretrain(args)
+        with distributed.started(args.use_gpu) as world:
+            pretrain(args, world)
         return
     with dry_run_directory() as folder:
         rows = {"max_train": 2 * args.batch_size * args.accumulate, "max_held_out": 2 * HELD_OUT_BATCH}
-        pretrain(argparse.Namespace(**vars(args) | rows | {"runs": folder / "runs", "epochs": 1}))
+        pretrain(argparse.Namespace(**vars(args) | rows | {"runs": folder / "runs", "epochs": 1}), World())
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Flags that several scripts share: the encoder, the machine, data files, runs, long trainings."""
 
 import argparse
+import os
 import time
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from flags import ALWAYS, ENCODER_TRAINS, ArgumentParser, Switch, number
 from utils import InputError, Precision
 
 OF_THE_MACHINE = {"use_gpu", "precision", "deterministic"}  # flags that may change when a run is resumed
+OF_CHECKPOINTS = {"resume", "save_minutes", "keep_state"}  # these too
 FINE_TUNE_MODES = {"last-linear-layer": "pretrain", "full-model": "finetune"}  # later handouts' values, for --option
 
 
@@ -56,10 +58,20 @@ def add_encoder(parser: ArgumentParser) -> None:
     add("--attention", choices=sorted(ATTENTIONS), default="fastest", needs=ALWAYS, help="how attention is computed")
 
 
+def add_checkpoints(parser: ArgumentParser) -> None:
+    parser.section("most used")("--resume", action=Switch, needs=ALWAYS,
+        help="continue the run --name where it was saved last; start it if there is none yet")  # fmt: skip
+    add = parser.section("files")
+    add("--save_minutes", type=number(float, 0, 10**6), default=10.0, needs=ALWAYS, metavar="X",
+        help="save the state for --resume every X minutes, and after every epoch")  # fmt: skip
+    add("--keep_state", action=Switch, needs=ALWAYS,
+        help="keep the state of a finished run, so that --resume --epochs N can extend it")  # fmt: skip
+
+
 def add_long_training(parser: ArgumentParser) -> None:
     """The flags of scripts whose runs take hours."""
+    add_checkpoints(parser)
     add = parser.section("most used")
-    add("--resume", action=Switch, needs=ALWAYS, help="continue the run --name after its last finished epoch")
     add(
         "--dry_run", action=Switch, needs=ALWAYS, help="two steps of everything in a temporary directory; keeps nothing"
     )
@@ -98,6 +110,39 @@ def run_name(args: argparse.Namespace, prefix: str) -> str:
     """--name, or a name made from the time."""
     if args.name is None and getattr(args, "resume", False):
         raise InputError("--resume needs the name of the run to continue, found no --name. Add --name NAME.")
-    if args.name is not None and (not args.name.strip(". ") or set(args.name) & set("/\\")):
-        raise InputError(f"--name {args.name!r}: must be a plain name without slashes. --runs sets the directory.")
+    if args.name is not None:
+        check_name(args.name)
     return args.name or f"{prefix}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+LONGEST_NAME = 200  # bytes; file systems allow 255, and temporary files have longer names
+
+
+def check_name(name: str) -> None:
+    """Refuse a name of a run that is not a plain file name."""
+    odd = [c for c in name if c in "/\\" or not c.isprintable()]
+    if odd or not name.strip(". ") or len(os.fsencode(name)) > LONGEST_NAME:
+        shown = ascii(name if len(name) <= 60 else name[:57] + "...")
+        raise InputError(
+            f"--name {shown}: must be a plain name of at most {LONGEST_NAME} bytes without slashes and control "
+            "characters. --runs sets the directory."
+        )
+
+
+# --- extending a run --------------------------------------------------------------------------------------------------
+
+
+def check_extension(args: argparse.Namespace, epochs: int) -> None:
+    """Refuse to resume a run of `epochs` epochs with another number if that would change what was trained already."""
+    reasons = {
+        f"--schedule {args.schedule} depends on the number of epochs": args.schedule != "constant",
+        f"--warmup {args.warmup:g} depends on the number of epochs": args.warmup > 0,
+        "--averager swa depends on the number of epochs": args.averager == "swa",
+        "--sampler annealed depends on the number of epochs": getattr(args, "sampler", None) == "annealed",
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise InputError(
+                f"--resume --epochs {args.epochs}: the run was started with --epochs {epochs}, and {reason}, so its "
+                f"epochs so far would have been different. Use --epochs {epochs}, or start anew with another --name."
+            )

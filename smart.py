@@ -194,7 +194,8 @@ class Smart(Regularizer):
                 "SMART needs the embeddings and the random state of the clean pass, found an output without them. "
                 "Train the encoder (not on stored vectors of a frozen one), and call the model in training mode."
             )
-        mask = stack(batch.sentences).attention_mask.unsqueeze(-1).to(output.embeddings.dtype)  # (R, T, 1)
+        mask = output.local(stack(batch.sentences).attention_mask)
+        mask = mask.unsqueeze(-1).to(output.embeddings.dtype)  # (R, T, 1)
         noise, gradient = self.start(self, model, batch, output, mask)
         noise = self.ascend(noise, gradient, mask)
         for _ in range(self.steps - 1):
@@ -226,27 +227,42 @@ class Smart(Regularizer):
 
     def start_at_embeddings(self, model: Model, batch: Batch, output: Output, mask: Tensor) -> tuple[Tensor, Tensor]:
         """The first noise on x and the gradient there: a forward and a backward pass."""
-        noise = torch.randn_like(output.embeddings).mul_(self.sigma * mask)
+        x, R = output.embeddings, len(batch.sentences) * len(batch)
+        of_all = x if len(x) == R else x.new_empty(R, *x.shape[1:])  # all processes draw the numbers of all rows
+        noise = output.local(noise_like(of_all, batch)) * (self.sigma * mask)
         return noise, self.gradient(model, batch, output, noise)
 
     def start_at_logits(self, model: Model, batch: Batch, output: Output, mask: Tensor) -> tuple[Tensor, Tensor]:
         """No noise on x, and the gradient from noise on the logits: a backward pass through the clean pass's graph."""
-        u = self.sensitive_direction(TASKS[batch.task].predicts, output.logits.detach().double())
+        logits = output.logits.detach().double()
+        u = self.sensitive_direction(TASKS[batch.task].predicts, logits, noise_like(logits, batch))
         # The loss's backward pass uses this graph next, so it is retained; it is freed as early as without SMART.
         (gradient,) = torch.autograd.grad(
             output.logits, output.embeddings, u.to(output.logits.dtype), retain_graph=True
         )
         return torch.zeros_like(gradient), gradient
 
-    def sensitive_direction(self, target: Target, logits: Tensor) -> Tensor:
-        """The direction in which the divergence is most sensitive to the logits, starting at random: (B, C), length 1.
+    def sensitive_direction(self, target: Target, logits: Tensor, u: Tensor) -> Tensor:
+        """The direction in which the divergence is most sensitive to the logits, starting at u: (B, C), length 1.
 
         The power iteration on the divergence's Hessian, which is known: for noise of any small size, without a graph.
         """
-        u = torch.randn_like(logits)
         for _ in range(self.POWER_ITERATIONS if logits.size(1) > 1 else 1):  # one logit has one direction and its sign
             u = scaled_to_one(target.curvature(logits, u), linf_norm)
         return scaled_to_one(u, l2_norm)
+
+
+def noise_like(x: Tensor, batch: Batch) -> Tensor:
+    """Normal random numbers for every row of x, (n B, ...), where n is the number of sentences of a row, or 1.
+
+    A part of a larger batch has that batch's numbers for its rows, so that splitting a batch changes nothing.
+    """
+    if batch.part_of is None:
+        return torch.randn_like(x)
+    start, stop, total = batch.part_of
+    n = len(x) // len(batch)
+    whole = torch.randn(n, total, *x.shape[1:], dtype=x.dtype, device=x.device)
+    return whole[:, start:stop].flatten(0, 1)
 
 
 STARTS = {"embeddings": Smart.start_at_embeddings, "logits": Smart.start_at_logits}

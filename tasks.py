@@ -9,8 +9,9 @@ Shapes:  B batch   T tokens   H hidden size   C logits of a task   G classes (2 
 """
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Self
 
@@ -42,6 +43,7 @@ class Output(NamedTuple):
     # What a loss or a regularizer may ask of the model in addition.
     score: Callable[[tuple[Tensor, ...]], Tensor] | None = None  # the head's logits for vectors other than the batch's
     again: Callable[[], "Output"] | None = None  # the same batch with new dropout masks; set in training mode
+    local: Callable[[Tensor], Tensor] = lambda rows: rows  # of R rows, those that this process encodes
 
 
 def stack(sentences: tuple[Encoded, ...]) -> Encoded:
@@ -80,6 +82,7 @@ class Batch:
     views: tuple[tuple[int, ...], ...] = ((0,),)  # the head scores each view's vectors; the logits are averaged
     text_hashes: tuple[Tensor, ...] = ()  # (B,) per text column: equal numbers mean equal texts; if a loss reads them
     teacher: Tensor | None = None  # (B, C), another model's logits to learn from
+    part_of: "Part | None" = None  # which rows of a larger batch these are, if it was too large for the memory
 
     def to(self, device: torch.device) -> Self:
         """The batch on a device. A copy to a GPU starts from pinned memory, so that nothing waits for it."""
@@ -97,6 +100,45 @@ class Batch:
             text_hashes=tuple(map(move, self.text_hashes)),
             teacher=None if self.teacher is None else move(self.teacher),
         )
+
+    def __len__(self) -> int:
+        """B, the number of rows."""
+        return len(self.sentences[0].token_ids if self.sentences else self.vectors[0])
+
+    @property
+    def targets(self) -> int:
+        """The number of labels that a mean loss averages over."""
+        return len(self) if self.labels is None else int((self.labels != IGNORED).sum())
+
+    def parts(self, count: int) -> Iterator[Self]:
+        """The rows in `count` batches of similar size; they are not copied."""
+        B = len(self)
+        for start, stop in itertools.pairwise(i * B // count for i in range(count + 1)):
+
+            def rows(tensor: Tensor | None, these: slice = slice(start, stop)) -> Tensor | None:
+                return None if tensor is None else tensor[these]
+
+            yield dataclasses.replace(
+                self,
+                ids=self.ids[start:stop],
+                sentences=tuple(Encoded(*map(rows, encoded)) for encoded in self.sentences),
+                labels=rows(self.labels),
+                vectors=None if self.vectors is None else tuple(map(rows, self.vectors)),
+                text_hashes=tuple(map(rows, self.text_hashes)),
+                teacher=rows(self.teacher),
+                part_of=Part(start, stop, B),
+            )
+
+
+class Part(NamedTuple):
+    """Rows start to stop of a batch of `total` rows."""
+
+    start: int
+    stop: int
+    total: int
+
+
+IGNORED = -100  # the label of a token that is not to be predicted
 
 
 # --- what a task predicts ---------------------------------------------------------------------------------------------

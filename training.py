@@ -4,54 +4,39 @@ What happens here, in order:
 
   1. A script builds a `Trainer` from the model, one loss function per task, optimizer, schedule, precision,
      regularizer, weighting, gradient combiner and averager, and calls `fit`.
-  2. `fit` runs the epochs. For each it asks the script for the batches (`steps`), trains on them (`Trainer.epoch`),
-     asks the script for dev scores (`evaluate`), saves the weights if they are the best so far, writes a line to the
-     log, and saves the state from which the run can be resumed.
-  3. `Trainer.update` is one optimizer step. For every batch: forward pass, loss, regularizer, weighting, and backward
-     pass, which frees the graph. Then the tasks' gradients are combined, clipped and applied.
+  2. `fit` runs the epochs (`Loop`). For each it asks the script for the batches (`steps`), trains on them, asks the
+     script for dev scores (`evaluate`), and saves the weights if they are the best so far. Every few minutes and after
+     every epoch it saves the state from which the run can be resumed, then it writes a line to the log.
+  3. `Trainer.update` (trainer.py) is one optimizer step.
   4. At the end, `fit` loads the best epoch's weights back into the model.
 
-Nothing here knows a task or a flag. Where to go next: model.py (the forward pass), losses.py, smart.py (regularizers),
-pcgrad.py (gradient combination), optimizer.py, and multitask_classifier.py, which puts them together.
+Nothing here knows a task or a flag. Where to go next: trainer.py (an update), model.py (the forward pass), losses.py,
+smart.py (regularizers), pcgrad.py (gradient combination), optimizer.py, checkpoints.py, distributed.py (several
+processes), and multitask_classifier.py, which puts them together.
 """
 
 import itertools
 import json
-import math
 import operator
-import pickle
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import TypeVar
 
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 from tqdm import tqdm
 
-from base_bert import checkpoint_state, load_checkpoint_state
-from losses import Equal
-from optimizer import NoAverage
-from pcgrad import GradientCombiner
+from checkpoints import drop_state, load_state, restore_best, save_best, save_state, size_of, unusable
+from console import progress_line
+from interruption import Stopped, deferred, stop
 from runs import Run
-from smart import Regularizer
-from tasks import Batch, Output, Target
-from utils import (
-    InputError,
-    Precision,
-    SideStream,
-    atomic_path,
-    random_states,
-    restore_random_states,
-    write_text,
-)
+from trainer import EpochRecord, Step, Trainer, mean
+from utils import InputError, require_space, write_text
 
-Step = Sequence[Sequence[Batch]]  # one update: one or more draws, each with a batch of one or more tasks
 CHECK_EVERY = 20  # steps between checks of the losses: each check waits once for the GPU
+LINE_SECONDS = 60.0  # between lines of progress where there is no bar
 Item = TypeVar("Item")
 
 
@@ -77,156 +62,186 @@ def ahead(steps: Iterable[Step], device: torch.device) -> Iterator[Step]:
 
 
 @dataclass
-class EpochRecord:
-    """Losses, penalties and predictions of one epoch's training pass. A loss that is NaN or infinite ends the run."""
-
-    targets: Mapping[str, Target] = field(default_factory=dict)  # what each task predicts; tasks not in it are unscored
-    losses: list[tuple[str, int, Tensor]] = field(default_factory=list)  # task, step, loss
-    penalties: dict[str, list[Tensor]] = field(default_factory=dict)  # what the regularizer added, by task
-    values: dict[str, list[Tensor]] = field(default_factory=dict)  # decoded predictions, by task
-    labels: dict[str, list[Tensor]] = field(default_factory=dict)
-    checked: int = 0
-
-    def add(self, batch: Batch, step: int, loss: Tensor, penalty: Tensor, logits: Tensor) -> None:
-        self.losses.append((batch.task, step, (loss + penalty).detach()))
-        entries = [(self.penalties, penalty)]
-        if batch.task in self.targets:
-            values = self.targets[batch.task].decode(logits.detach().float())  # numpy has no bfloat16
-            entries += [(self.values, values), (self.labels, batch.labels)]
-        for table, tensor in entries:
-            table.setdefault(batch.task, []).append(tensor.detach())
-
-    def check(self) -> None:
-        """Refuse a loss that is not finite. All losses since the last check are read from the GPU at once."""
-        new = self.losses[self.checked :]
-        values = torch.stack([loss for _, _, loss in new]).tolist() if new else []
-        for (task, step, _), value in zip(new, values, strict=True):
-            if not math.isfinite(value):
-                raise InputError(
-                    f"the loss of {task} at step {step} must be finite, found {value}. "
-                    "The best epoch so far is kept. Lower --lr, or set --clip 1."
-                )
-        self.checked = len(self.losses)
-
-    def mean_losses(self) -> dict[str, float]:
-        """The mean loss of every task, including what the regularizer added."""
-        self.check()
-        tasks = dict.fromkeys(task for task, _, _ in self.losses)
-        return {t: _mean([x for name, _, x in self.losses if name == t]) for t in tasks}
-
-    def mean_penalties(self) -> dict[str, float]:
-        return {task: _mean(penalties) for task, penalties in self.penalties.items()}
-
-    def scores(self) -> dict[str, float]:
-        """Scores on the training rows as they were seen, with dropout: no second pass over the training set."""
-        return {
-            task: self.targets[task].score(*(torch.cat(t[task]).cpu().numpy() for t in (self.values, self.labels)))
-            for task in self.values
-        }
-
-
-def _mean(values: list[Tensor]) -> float:
-    return torch.stack(values).float().mean().item()
-
-
-@dataclass
-class Trainer:
-    """All that an update needs; the scripts put it together."""
-
-    model: nn.Module
-    objectives: dict[str, Callable[[Output, Batch], Tensor]]  # the loss function of each task
-    optimizer: Optimizer
-    schedule: LRScheduler
-    precision: Precision
-    clip: float = 0.0  # maximum norm of the gradient; 0: no clipping
-    regularizer: Regularizer = field(default_factory=Regularizer)
-    weighting: nn.Module = field(default_factory=lambda: Equal([], {}))
-    combiner: GradientCombiner = field(default_factory=lambda: GradientCombiner((), None))
-    averager: NoAverage = field(default_factory=NoAverage)
-    targets: Mapping[str, Target] = field(default_factory=dict)  # what the tasks predict, to score the training pass
-    side_stream: SideStream = field(default_factory=SideStream)  # for what losses and regularizers draw
-
-    def update(self, step: Step, record: EpochRecord, number: int) -> None:
-        """One optimizer step, the epoch's `number`-th."""
-        # One region for all batches, so that each weight is cast once. Backward passes run in this thread: in the one
-        # that a GPU has for them, a recomputed layer would be a region of its own, which drops all casts at its end.
-        with self.precision.autocast(), torch.autograd.set_multithreading_enabled(False):
-            for batch in itertools.chain.from_iterable(step):
-                batch = batch.to(self.precision.device)  # in an epoch it is there already
-                output = self.model.predict(batch)
-                with self.side_stream.drawn(self.precision.device):  # so that no method shifts the dropout of the model
-                    loss = self.objectives[batch.task](output, batch)
-                    penalty = self.regularizer(self.model, batch, output)
-                weighted = self.weighting(batch.task, loss + penalty) / len(step)
-                with self.precision.paused():
-                    self.combiner.backward(batch.task, self.precision.scaler.scale(weighted))  # frees this task's graph
-                record.add(batch, number, loss, penalty, output.logits)
-        if self._apply_gradients():
-            self.schedule.step()
-            self.averager.update(self.model)
-            self.regularizer.update(self.model)
-
-    def _apply_gradients(self) -> bool:
-        """Combine, clip and apply the gradients; return whether the optimizer made its step.
-
-        In fp16 the loss scaler skips the step after an overflow, and to find out it reads one number from the GPU.
-        Whether it then calls the optimizer is known without reading another.
-        """
-        scaler, steps = self.precision.scaler, []
-        self.combiner.write_gradients(scaler.get_scale() if self.combiner.method else 1.0)
-        if self.clip:
-            scaler.unscale_(self.optimizer)
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
-        hook = self.optimizer.register_step_post_hook(lambda *_: steps.append(1))
-        scaler.step(self.optimizer)
-        hook.remove()
-        scaler.update()
-        self.optimizer.zero_grad()
-        return bool(steps)
-
-    def epoch(self, steps: Iterable[Step], label: str, total: int | None = None) -> EpochRecord:
-        """Train on these steps."""
-        self.model.train()
-        record = EpochRecord(self.targets)
-        with tqdm(total=total, desc=label, leave=False, disable=None) as bar:
-            for number, step in enumerate(ahead(steps, self.precision.device), start=1):
-                self.update(step, record, number)
-                if number % CHECK_EVERY == 0:
-                    record.check()
-                bar.update()
-        record.check()
-        self.averager.epoch_end(self.model)
-        return record
-
-    def state_dict(self) -> dict[str, Any]:
-        """All that a run needs in order to be resumed, besides its progress: tensors and plain values only."""
-        parts = {name: getattr(self, name).state_dict() for name in self._parts()}
-        return parts | {
-            "scaler": self.precision.scaler.state_dict(),
-            "random": random_states(self.precision.device),
-            "side_stream": self.side_stream.state_dict(),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name in self._parts():
-            getattr(self, name).load_state_dict(state[name])
-        if state["scaler"]:  # empty if the run was saved in another precision than fp16: then the scaler starts anew
-            self.precision.scaler.load_state_dict(state["scaler"])
-        restore_random_states(state["random"], self.precision.device)
-        self.side_stream.load_state_dict(state.get("side_stream", {"states": None}))  # older states have none
-
-    @staticmethod
-    def _parts() -> tuple[str, ...]:
-        return ("model", "optimizer", "schedule", "combiner", "regularizer", "averager")
-
-
-@dataclass
 class Progress:
     """How far a run has come."""
 
-    epoch: int = 0
+    epoch: int = 0  # epochs that were trained, evaluated and logged
     best_epoch: int = 0
     best: dict[str, float] = field(default_factory=dict)  # the best epoch's scores
+    step: int = 0  # updates of the next epoch that were made
+    ended: bool = False  # whether they were the last ones, and only the evaluation is left
+
+
+@dataclass
+class Loop:
+    """A training: its progress, and all that `fit` was called with."""
+
+    trainer: Trainer
+    steps: Callable[[int], Iterable[Step]]
+    evaluate: Callable[[], dict[str, float]]
+    select: str
+    epochs: int
+    run: Run
+    better: Callable[[float, float], bool] = operator.gt
+    steps_in: Callable[[int], int] = lambda epoch: 0
+    patience: int = 0
+    save_seconds: float | None = None
+    on_epoch: Callable[[int, dict[str, float]], None] = lambda epoch, scores: None
+    progress: Progress = field(default_factory=Progress)
+
+    def __post_init__(self) -> None:
+        self.record = EpochRecord(self.trainer.targets)
+        self.world = self.trainer.world
+        self.saved = self.printed = time.monotonic()
+
+    def place(self) -> str:
+        """How far the run is, in words."""
+        epoch = self.progress.epoch + 1
+        if epoch > self.epochs:
+            return f"the end of epoch {self.progress.epoch} of {self.epochs}"
+        total = self.steps_in(epoch)
+        return f"epoch {epoch} of {self.epochs}, step {self.progress.step}" + (f" of {total}" if total else "")
+
+    def train(self) -> None:
+        """Run the epochs that are left."""
+        try:
+            for epoch in range(self.progress.epoch + 1, self.epochs + 1):
+                if self.patience and self.progress.epoch - self.progress.best_epoch >= self.patience:
+                    print(f"stopped: no better epoch in the last {self.patience}", flush=True)
+                    break
+                started = time.monotonic()
+                self.train_epoch(epoch)
+                scores = self.evaluate_epoch()
+                with deferred():
+                    line = self.complete_epoch(epoch, scores)
+                print(f"{line} | {time.monotonic() - started:.0f} s", flush=True)
+                self.on_epoch(epoch, scores)
+        except Stopped as stopped:
+            self.keep(stopped)
+            raise
+
+    def train_epoch(self, epoch: int) -> EpochRecord:
+        """Make the updates of this epoch that are left; return what the epoch recorded."""
+        trainer, progress, total = self.trainer, self.progress, self.steps_in(epoch)
+        trainer.model.train()
+        left = itertools.islice(self.steps(epoch), progress.step, None)
+        label = f"epoch {epoch}/{self.epochs}"
+        with tqdm(total=total or None, initial=progress.step, desc=label, leave=False, disable=None) as bar:
+            for step in ahead(left, trainer.precision.device):
+                with deferred():
+                    trainer.update(step, self.record, progress.step + 1)
+                    progress.step += 1
+                    check = progress.step % CHECK_EVERY == 0
+                    if check:
+                        self.record.check()
+                    self.save_now_and_then(check)
+                if self.world.size > 1 and self.world.stop_requested(check):
+                    stop()
+                bar.update()
+                self.print_now_and_then(total)
+        self.record.check()
+        with deferred():
+            if not progress.ended:
+                trainer.averager.epoch_end(trainer.model)
+            progress.ended = True
+        return self.record
+
+    def evaluate_epoch(self) -> dict[str, float]:
+        """The scores of the epoch's weights, averaged if there is an averager."""
+        trainer = self.trainer
+        trainer.check_finite(self.place())
+        with trainer.averager.applied(trainer.model):
+            return self.evaluate()
+
+    def complete_epoch(self, epoch: int, scores: dict[str, float]) -> str:
+        """Keep the weights if they are the best, save the state, then write the log. Return the line to print."""
+        trainer, progress, run = self.trainer, self.progress, self.run
+        losses, is_best = self.record.mean_losses(), not progress.best
+        is_best = is_best or self.better(scores[self.select], progress.best[self.select])
+        progress.epoch, progress.step, progress.ended = epoch, 0, False
+        if is_best:
+            progress.best, progress.best_epoch = scores, epoch
+            with trainer.averager.applied(trainer.model):
+                self.world.on_main(lambda: save_best(trainer.model, run))
+        in_parts = {"parts": dict(trainer.parts)} if trainer.parts else {}
+        run.log(
+            epoch=epoch, losses=losses, penalties=self.record.mean_penalties(), train=self.record.scores(),
+            scores=scores, best=is_best, gradients=trainer.combiner.means(), **in_parts,
+        )  # fmt: skip
+        self.record = EpochRecord(trainer.targets)
+        if self.save_seconds is not None:
+            self.save()
+        self.world.on_main(run.write_log)
+        return epoch_line(epoch, losses, scores, is_best)
+
+    # Checkpoints
+
+    def save_now_and_then(self, check: bool) -> None:
+        """Save the state if it is time. Several processes agree on that every few steps."""
+        if self.save_seconds is None or not (check or self.world.size == 1):
+            return
+        if self.world.broadcast(time.monotonic() - self.saved >= self.save_seconds):
+            self.save()
+
+    def save(self) -> None:
+        """Write the state from which the run can be resumed, unless its weights are not finite."""
+        self.trainer.check_finite(self.place())
+        state = {
+            "progress": asdict(self.progress),
+            "record": self.record.state_dict(),
+            "log": list(self.run.lines),
+            "seconds": self.run.seconds,
+            "trainer": self.trainer.state_dict(),
+        }
+        self.world.on_main(lambda: save_state(state, self.run))
+        self.saved = time.monotonic()
+
+    def restore(self) -> bool:
+        """Continue where the saved state is; return False if there is none."""
+        state = self.world.broadcast(self.world.on_main(lambda: load_state(self.run)))
+        if state is None:
+            return False
+        try:
+            self.trainer.load_state_dict(state["trainer"])
+            self.progress = Progress(**state["progress"])
+            if "record" in state:  # older states are of complete epochs only
+                self.record.load_state_dict(state["record"], self.trainer.precision.device)
+        except torch.OutOfMemoryError:  # a RuntimeError, but not a damaged file
+            raise
+        except (RuntimeError, LookupError, ValueError, TypeError, AttributeError) as error:
+            raise InputError(unusable(self.run.folder / "state.pt", error)) from error
+        if "log" in state:
+            self.world.on_main(lambda: self.run.restore_log(state["log"], state["seconds"]))
+        return True
+
+    def keep(self, stopped: Stopped) -> None:
+        """Save on a signal, and tell how to go on."""
+        where = f"{stopped.message} at {self.place()}"
+        if self.save_seconds is None:
+            stopped.message = where
+            return
+        self.save()
+        best = f", the best so far in model.safetensors (epoch {self.progress.best_epoch})" * bool(self.progress.best)
+        stopped.message = (
+            f"{where}. {self.run.folder} keeps all of it in state.pt{best}. Go on with: {self.run.command()}"
+        )
+
+    # Progress
+
+    def print_now_and_then(self, total: int) -> None:
+        now = time.monotonic()
+        if now - self.printed < LINE_SECONDS:
+            return
+        self.printed, recent = now, {}
+        for task, _, loss in self.record.losses[-CHECK_EVERY:]:
+            recent.setdefault(task, []).append(loss)
+        losses = (f"{task} loss {mean(values):.3f}" for task, values in recent.items())
+        progress_line(" | ".join([self.place(), *losses, f"{self.run.seconds / 60:.0f} min"]))
+
+
+def train_on(trainer: Trainer, steps: Iterable[Step]) -> EpochRecord:
+    """Make these updates without a run, for measurements; return what was recorded."""
+    return Loop(trainer, lambda epoch: steps, dict, "", 1, Run(Path())).train_epoch(1)
 
 
 def fit(
@@ -240,90 +255,54 @@ def fit(
     better: Callable[[float, float], bool] = operator.gt,
     steps_in: Callable[[int], int] = lambda epoch: 0,
     patience: int = 0,
+    save_minutes: float | None = None,
     keep_state: bool = False,
     resume: bool = False,
     on_epoch: Callable[[int, dict[str, float]], None] = lambda epoch, scores: None,
 ) -> dict[str, float]:
     """Train, evaluate after every epoch, and leave the model with the weights of the best epoch. Return its scores.
 
-    steps: returns the updates of an epoch; steps_in: their number, for the progress bar. evaluate: returns the scores;
-    the epoch with the highest scores[select] is the best one (with the lowest if `better` is operator.lt), and the
-    earlier one in a tie. patience: stop after this many epochs without a better one; 0 means never. keep_state: write
-    state.pt after every epoch, so that `resume` can continue from it. on_epoch: called after an epoch has been
-    evaluated and logged; an exception that it raises ends the training.
+    steps: returns the updates of an epoch, always the same ones; steps_in: their number, for the progress bar.
+    evaluate: returns the scores; the epoch with the highest scores[select] is the best one (with the lowest if `better`
+    is operator.lt), and the earlier one in a tie. patience: stop after this many epochs without a better one; 0 means
+    never. save_minutes: write state.pt this often and after every epoch, so that `resume` can continue from it; None
+    means never. keep_state: leave the state of a finished run where it is, so that it can be extended. on_epoch: called
+    after an epoch has been evaluated and logged; an exception that it raises ends the training.
     """
-    progress = load_progress(trainer, run) if resume else Progress()
-    if progress.epoch >= epochs:
-        print(f"{run.folder}: all {epochs} epochs are done, nothing left to train", flush=True)
-    for epoch in range(progress.epoch + 1, epochs + 1):
-        if patience and progress.epoch - progress.best_epoch >= patience:
-            print(f"stopped: no better epoch in the last {patience}", flush=True)
-            break
-        started = time.monotonic()
-        record = trainer.epoch(steps(epoch), f"epoch {epoch}/{epochs}", steps_in(epoch) or None)
-        losses = record.mean_losses()
-        progress.epoch = epoch
-        with trainer.averager.applied(trainer.model):
-            scores = evaluate()
-            is_best = not progress.best or better(scores[select], progress.best[select])
-            if is_best:
-                progress.best, progress.best_epoch = scores, epoch
-                save_best(trainer.model, run)
-        run.log(
-            epoch=epoch, losses=losses, penalties=record.mean_penalties(), train=record.scores(), scores=scores,
-            best=is_best, gradients=trainer.combiner.means(),
-        )  # fmt: skip
-        if keep_state:
-            save_progress(trainer, progress, run)
-        print(epoch_line(epoch, losses, scores, is_best, time.monotonic() - started), flush=True)
-        on_epoch(epoch, scores)
-    restore_best(trainer.model, run)
-    write_text(run.folder / "dev.json", json.dumps(progress.best) + "\n")
-    return progress.best
+    save_seconds = None if save_minutes is None else 60 * save_minutes
+    loop = Loop(trainer, steps, evaluate, select, epochs, run, better, steps_in, patience, save_seconds, on_epoch)
+    world = trainer.world
+    if resume and loop.restore():
+        best = f", best {loop.progress.best[select]:.3f}" if loop.progress.best else ""
+        done = f"{run.folder}: all {epochs} epochs are done, nothing left to train"
+        print(done if loop.progress.epoch >= epochs else f"resuming at {loop.place()}{best}", flush=True)
+    elif resume and world.broadcast(run.finished):
+        print(f"{run.folder}: all epochs are done, nothing left to train", flush=True)
+        world.on_main(lambda: restore_best(trainer.model, run))
+        world.broadcast_tensors(trainer.model.state_dict().values())
+        return world.broadcast(world.on_main(run.scores))
+    elif resume and world.broadcast(not run.is_new):
+        print(f"{run.folder}: nothing was saved yet, so the run starts from the beginning", flush=True)
+        world.on_main(lambda: run.restore_log(run.lines, 0.0))
+    if save_seconds is not None:
+        world.on_main(lambda: check_space(trainer, run))
+    world.on_main(lambda: (run.folder / "dev.json").unlink(missing_ok=True))  # of a run that is extended
+    loop.train()
+    world.on_main(lambda: restore_best(trainer.model, run))
+    world.broadcast_tensors(trainer.model.state_dict().values())
+    world.on_main(lambda: write_text(run.folder / "dev.json", json.dumps(loop.progress.best) + "\n"))
+    if not keep_state:
+        world.on_main(lambda: drop_state(run))
+    return loop.progress.best
 
 
-def epoch_line(epoch: int, losses: dict[str, float], scores: dict[str, float], is_best: bool, seconds: float) -> str:
+def check_space(trainer: Trainer, run: Run) -> None:
+    """Refuse to start if the disk cannot hold the checkpoints: of each, the old file and the new one."""
+    weights, state = size_of(trainer.model.state_dict()), trainer.state_bytes()
+    require_space(run.folder, 2 * (weights + state), "the run's checkpoints", "--runs")
+
+
+def epoch_line(epoch: int, losses: dict[str, float], scores: dict[str, float], is_best: bool) -> str:
     parts = [f"epoch {epoch}", *(f"{task} loss {value:.3f}" for task, value in losses.items())]
     parts += [f"{name} {value:.3f}" for name, value in scores.items()]
-    return " | ".join([*parts, "best" if is_best else "    ", f"{seconds:.0f} s"])
-
-
-# --- checkpoints ------------------------------------------------------------------------------------------------------
-
-
-def save_best(model: nn.Module, run: Run) -> None:
-    """Write model.safetensors and config.json: transformers loads the encoder from them, this suite the whole model."""
-    with atomic_path(run.folder / "model.safetensors") as path:
-        save_file(checkpoint_state(model), path, metadata={"format": "pt"})
-    write_text(run.folder / "config.json", json.dumps(model.bert.config.to_dict(), indent=2) + "\n")
-
-
-def restore_best(model: nn.Module, run: Run) -> None:
-    path = run.folder / "model.safetensors"
-    try:
-        tensors = load_file(path)
-    except Exception as error:  # safetensors raises its own type for a damaged file, OSError for a missing one
-        raise InputError(f"{path}: not a complete weights file ({error}). Train the run again.") from error
-    load_checkpoint_state(model, tensors, path)
-
-
-def save_progress(trainer: Trainer, progress: Progress, run: Run) -> None:
-    with atomic_path(run.folder / "state.pt") as path:
-        torch.save({"progress": asdict(progress), "trainer": trainer.state_dict()}, path)
-
-
-def load_progress(trainer: Trainer, run: Run) -> Progress:
-    path = run.folder / "state.pt"
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        trainer.load_state_dict(state["trainer"])
-        return Progress(**state["progress"])
-    except FileNotFoundError as error:
-        raise InputError(
-            f"--resume: {path} does not exist; no epoch was finished. Start again with another --name."
-        ) from error
-    except torch.OutOfMemoryError:  # a RuntimeError, but not a damaged file
-        raise
-    except (RuntimeError, KeyError, ValueError, TypeError, EOFError, pickle.UnpicklingError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-        raise InputError(f"--resume: {path} cannot be used ({reason}). Start again with another --name.") from error
+    return " | ".join([*parts, "best" if is_best else "    "])

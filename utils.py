@@ -2,9 +2,12 @@
 
 import contextlib
 import ctypes
+import errno
 import hashlib
 import itertools
 import os
+import secrets
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -15,7 +18,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
+
+import console
+import interruption
 
 # --- errors and messages ----------------------------------------------------------------------------------------------
 
@@ -29,29 +36,38 @@ def warn(message: str) -> None:
 
 
 def run_script(main: Callable[[], None]) -> None:
-    """Run a script's main. A mistake that the user can fix ends in one line and exit status 2, without a traceback."""
+    """Run a script's main. A mistake that the user can fix ends in one line and exit status 2, without a traceback.
+
+    SIGINT, SIGTERM and SIGHUP end in one line too, with the status that a shell would report for the signal.
+    """
     keep_freed_memory()
-    try:
-        main()
-    except InputError as error:
-        sys.exit(_fail(str(error), 2))
-    except torch.OutOfMemoryError as error:
-        sys.exit(_fail(out_of_memory(error), 2))
-    except KeyboardInterrupt:
-        sys.exit(_fail("interrupted", 130))
+    with console.robust(), interruption.handled():
+        try:
+            main()
+        except InputError as error:
+            sys.exit(_fail(str(error), 2))
+        except torch.OutOfMemoryError as error:
+            sys.exit(_fail(out_of_memory(str(error)), 2))
+        except interruption.Stopped as stop:
+            sys.exit(_fail(stop.message, stop.status))
+        except KeyboardInterrupt:
+            sys.exit(_fail("interrupted", 130))
 
 
-def out_of_memory(error: torch.OutOfMemoryError) -> str:
-    """One line: what torch said first, and the flags that need less memory."""
-    reason = (str(error).strip() or "no details").splitlines()[0].split(". ")[0]
+def out_of_memory(message: str) -> str:
+    """One line: what torch said first, and the flags that need less memory, the cheapest first."""
+    reason = (message.strip() or "no details").splitlines()[0].split(". ")[0]
     return (
-        f"the GPU is out of memory ({reason}). Use a smaller --batch_size (--accumulate keeps the rows per update) or "
-        "--eval_batch_size, --precision fp16, or --checkpoint_activations; docs/GPU.md has the memory of each."
+        f"the GPU is out of memory ({reason}). In the order of their cost: use --precision fp16, a smaller "
+        "--max_length, --batch_size (--accumulate keeps the rows per update) or --eval_batch_size, "
+        "--checkpoint_activations, or --keep_layers; docs/GPU.md has the memory of each."
     )
 
 
 def _fail(message: str, status: int) -> int:
-    print(f"error: {message}", file=sys.stderr)
+    rank = os.environ.get("RANK", "0")  # set by torchrun
+    process = "" if rank == "0" else f" in process {rank}"
+    print(f"error{process}: {message}", file=sys.stderr)
     return status
 
 
@@ -292,17 +308,66 @@ def dry_run_directory() -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def atomic_path(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path` to write to; rename it to `path` at the end, remove it on failure."""
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    os.close(handle)
-    temporary = Path(name)
+def atomic_path(path: Path, size: int | None = None) -> Iterator[Path]:
+    """Yield a temporary path beside `path` to write to; at the end flush it to the disk and rename it to `path`.
+
+    Whatever happens, `path` is either the complete old file or the complete new one, and never a symbolic link's
+    target. If the file cannot be written, an InputError says so in one line. size: the file's bytes, for that line.
+    """
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{TEMPORARY}")
     try:
+        temporary.open("xb").close()
+        permissions = temporary.stat().st_mode  # those that the umask allows
         yield temporary
-        temporary.chmod(0o644)
+        temporary.chmod(permissions)  # safetensors makes its files private
+        _flush_to_disk(temporary)
         temporary.replace(path)
+        _flush_to_disk(path.parent)
+    except torch.OutOfMemoryError:
+        raise
+    except (OSError, RuntimeError, SafetensorError) as error:  # the last two are how torch and safetensors report it
+        raise InputError(could_not_write(path, error, size)) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the directory may have vanished, or have become read-only
+            temporary.unlink(missing_ok=True)
+
+
+TEMPORARY = ".tmp"  # the end of temporary files' names
+
+
+def _flush_to_disk(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def could_not_write(path: Path, error: Exception, size: int | None = None) -> str:
+    """One line: the path, the reason, the disk's free space, and what to do."""
+    reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else ""
+    needed = f"; the file needs {megabytes(size)}" if size else ""
+    try:
+        place = next(folder for folder in (path.parent, *path.parent.parents) if folder.is_dir())
+        free = shutil.disk_usage(place).free
+    except OSError:
+        return f"{path}: could not be written ({reason or error}{needed}). Check the directory and its disk."
+    if not path.parent.is_dir():
+        return f"{path}: could not be written, since the directory {path.parent} no longer exists. Restore it."
+    full = (size is not None and free < size) or free < 2**20 or getattr(error, "errno", 0) in DISK_IS_FULL
+    reason = reason or (os.strerror(errno.ENOSPC) if full else str(error).strip().splitlines()[0][:120])
+    remedy = "Free some space" if full else "Make it writable"
+    return (
+        f"{path}: could not be written ({reason}). The disk of {place.absolute()} has {megabytes(free)} free{needed}. "
+        f"Earlier files are intact. {remedy}, or choose another directory."
+    )
+
+
+DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def megabytes(size: int) -> str:
+    return f"{size / 1e6:,.1f} MB"
 
 
 def write_text(path: Path, text: str) -> None:
@@ -315,10 +380,21 @@ def writable_directory(path: Path, flag: str) -> Path:
     """Create the directory and make sure that a file can be written there, before hours of training are spent."""
     try:
         path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
+        with tempfile.TemporaryFile(dir=path) as file:
+            file.write(b"x")
             return path
     except OSError as error:
         raise InputError(f"{flag} {path}: must be a writable directory; {error.strerror}. Choose another.") from error
+
+
+def require_space(path: Path, size: int, what: str, flag: str) -> None:
+    """Refuse to start what would fill the disk."""
+    free = shutil.disk_usage(path).free
+    if free < size:
+        raise InputError(
+            f"{flag} {path}: {what} needs {megabytes(size)}, but the disk has {megabytes(free)} free. Free some space, "
+            f"or choose another {flag}."
+        )
 
 
 def get_extended_attention_mask(attention_mask: Tensor, dtype: torch.dtype) -> Tensor:

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+from checkpoints import restore_best
 from multitask_build import build_model, build_tokenizer, load_splits
 from multitask_flags import of_run
 from runs import Run
 from smart import Smart, linf_norm, mean, smart_divergence
 from tasks import Batch, Output, stack
-from training import restore_best
 from utils import run_script
 
 RADII = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)

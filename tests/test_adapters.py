@@ -21,12 +21,12 @@ import multitask_classifier
 from adapters import ADAPTERS, LINEARS, PAL, LinearWithUpdate, LoRA, Mixout, MixoutLayer, build_adapter
 from base_bert import checkpoint_state
 from bert import BertModel
+from checkpoints import restore_best, save_best
 from config import BertConfig
 from model import MultitaskBERT
 from runs import Run
 from smart import REGULARIZERS, build_regularizer, evaluating
 from tasks import Batch, stack
-from training import restore_best, save_best
 from utils import InputError
 
 pytestmark = pytest.mark.usefixtures("one_thread")

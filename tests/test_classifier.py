@@ -28,12 +28,14 @@ from bert import ATTENTIONS, BertModel
 from classifier import BertSentimentClassifier, get_args
 from config import BertConfig
 from datasets import Examples, Split
+from distributed import World
 from evaluation import predict, score, with_stored_vectors, write_predictions
 from losses import cross_entropy
 from runs import Run
 from tasks import CFIMDB, PARA, SST, STS, Batch, Output, Predictions, Task
 from tokenizer import BertTokenizer
-from training import CHECK_EVERY, EpochRecord, Step, Trainer, fit
+from trainer import EpochRecord, Step, Trainer
+from training import CHECK_EVERY, fit, train_on
 from utils import InputError, Precision
 
 CPU = torch.device("cpu")
@@ -132,7 +134,15 @@ def test_a_run_notes_versions_commit_data_and_every_epoch(name: str, runs: dict[
     for task in ("sst", "cfimdb"):
         folder = done.folder / "runs" / "r" / task
         files = {path.name for path in folder.iterdir()}
-        assert files == {"args.json", "log.jsonl", "model.safetensors", "config.json", "dev.json"}
+        assert files == {
+            "args.json",
+            "log.jsonl",
+            "output.txt",
+            ".lock",
+            "model.safetensors",
+            "config.json",
+            "dev.json",
+        }
         facts = json.loads((folder / "args.json").read_text())
         assert facts["args"]["option"] == name
         assert facts["args"]["seed"] == 11711
@@ -294,7 +304,7 @@ class Watched(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
+        self.scale, self.world = nn.Parameter(torch.ones(())), World()
         self.seen: list[tuple[bool, bool]] = []
 
     def predict(self, batch: Batch) -> Output:
@@ -477,7 +487,7 @@ def test_a_loss_that_is_not_finite_stops_with_task_and_step(value: float, bad_st
 
     trainer = build_trainer(Head(), objective)
     with pytest.raises(InputError, match=rf"the loss of sst at step {bad_step} must be finite, found {value}\..*--lr"):
-        trainer.epoch([[[some_batch()]]] * steps, "epoch", steps)
+        train_on(trainer, [[[some_batch()]]] * steps)
     assert len(taken) - bad_step < CHECK_EVERY, "it is noticed within a few steps"
 
 

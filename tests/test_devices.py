@@ -26,7 +26,7 @@ from model import Branch, MultitaskBERT
 from readers import Examples
 from tasks import SST, TASKS, Batch, Encoded
 from tokenizer import BertTokenizer
-from training import EpochRecord
+from trainer import EpochRecord
 from utils import Precision
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -864,4 +864,4 @@ def test_a_recipe_is_looked_for_beside_the_one_that_includes_it_and_may_have_a_b
 
 @pytest.mark.parametrize("name", ["../x", "a/b", "..", "/tmp/x"])
 def test_the_name_of_a_run_is_a_plain_name(name: str):
-    assert "must be a plain name without slashes" in refusal(multitask_classifier.get_args, ["--name", name])
+    assert "must be a plain name of at most 200 bytes" in refusal(multitask_classifier.get_args, ["--name", name])

@@ -24,11 +24,13 @@ import multitask_classifier
 import pretrain
 import training
 import utils
+from checkpoints import load_state, save_state
 from datasets import Split
 from readers import Examples
 from runs import Run
 from tasks import SST, Batch
-from training import EpochRecord, Trainer, ahead, load_progress, save_progress
+from trainer import EpochRecord, Trainer
+from training import ahead, train_on
 from utils import InputError, Precision, random_states, restore_random_states
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -250,8 +252,8 @@ def test_a_run_can_be_resumed_on_another_device(
     one, other = (bench("--averager", "ema", "--regularizer", "bregman") for _ in range(2))
     after = one.after([one.draw(0, 1, 2)])
     one.trainer.precision.device, other.trainer.precision.device = start, end  # the tensors stay on the CPU
-    save_progress(one.trainer, training.Progress(epoch=1), run)
-    assert load_progress(other.trainer, run).epoch == 1
+    save_state(one.trainer.state_dict(), run)
+    other.trainer.load_state_dict(load_state(run))
     assert same(weights_of(other.model), after)
 
 
@@ -278,7 +280,7 @@ def test_out_of_memory_is_one_line_with_the_flags_that_help(
     where: str, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ):
     flags = [*TUNED, "--epochs", 1]
-    run_multitask(tmp_path, tiny_checkpoint, *flags)
+    run_multitask(tmp_path, tiny_checkpoint, *flags, "--keep_state")
 
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError(FULL)
@@ -290,8 +292,8 @@ def test_out_of_memory_is_one_line_with_the_flags_that_help(
         utils.run_script(lambda: run_multitask(tmp_path, tiny_checkpoint, *flags, *more))
     assert stopped.value.code == 2
     (error,) = capsys.readouterr().err.splitlines()
-    assert error.startswith("error: the GPU is out of memory (CUDA out of memory). Use a smaller --batch_size ")
-    for flag in ("--accumulate", "--eval_batch_size", "--precision fp16", "--checkpoint_activations"):
+    assert error.startswith("error: the GPU is out of memory (CUDA out of memory). In the order of their cost: use ")
+    for flag in ("--batch_size", "--accumulate", "--eval_batch_size", "--precision fp16", "--checkpoint_activations"):
         assert flag in error
     assert "cannot be used" not in error
 
@@ -433,7 +435,7 @@ def test_losses_are_checked_by_one_transfer_every_20_steps(bench: Start, monkeyp
         waits.append((record.checked, len(counted.waits), counted.stacked))
 
     monkeypatch.setattr(EpochRecord, "check", counting)
-    one.trainer.epoch([[one.draw(0, 1)]] * 41, "epoch 1/1")
+    train_on(one.trainer, [[one.draw(0, 1)]] * 41)
     assert waits == [(60, 0, 1), (120, 0, 1), (123, 0, 1)]
 
 

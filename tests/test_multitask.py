@@ -34,7 +34,8 @@ from multitask_build import training_rows
 from multitask_classifier import MultitaskBERT, get_args
 from tasks import PARA, SST, STS, TASKS, Encoded, Task
 from tokenizer import BertTokenizer
-from training import Trainer
+from trainer import Trainer
+from training import Loop
 from utils import InputError, Precision
 
 FP32 = Precision("fp32", torch.device("cpu"))
@@ -625,10 +626,10 @@ def test_a_run_writes_the_six_files_literally_with_ids_in_file_order(name: str, 
             assert set(values) <= ({f"{grade} " for grade in range(5)} if task == "sst" else {"0.0 ", "1.0 "})
 
 
-def test_a_run_keeps_flags_log_scores_weights_state_and_logits(runs: Runs):
+def test_a_run_keeps_flags_log_scores_weights_and_logits(runs: Runs):
     done = runs["tuned"]
     logits = {f"{task}-{split}.npz" for task in NAMES for split in ("dev", "test")}
-    kept = {"args.json", "log.jsonl", "dev.json", "model.safetensors", "config.json", "state.pt"}
+    kept = {"args.json", "log.jsonl", "output.txt", ".lock", "dev.json", "model.safetensors", "config.json"}
     assert {path.name for path in done.run.iterdir()} == kept | logits | {"vocab.txt", "tokenizer_config.json"}
     facts = json.loads((done.run / "args.json").read_text())
     assert (facts["args"]["option"], facts["args"]["pairing"], facts["args"]["seed"]) == ("finetune", "cross", 11711)
@@ -640,8 +641,6 @@ def test_a_run_keeps_flags_log_scores_weights_state_and_logits(runs: Runs):
         assert line["scores"].keys() == {*NAMES, "overall"}
     best = max(log, key=lambda line: line["scores"]["overall"])
     assert json.loads((done.run / "dev.json").read_text()) == best["scores"]
-    state = torch.load(done.run / "state.pt", weights_only=True)
-    assert state["progress"] == {"epoch": 2, "best_epoch": best["epoch"], "best": best["scores"]}
 
 
 def test_stored_logits_are_those_of_the_kept_weights(runs: Runs, tokenizer: BertTokenizer):
@@ -838,14 +837,14 @@ def test_the_best_epoch_is_kept_by_the_2024_score_and_both_scores_are_printed(
     worse = {"sst": 0.5, "para": 0.5, "sts": 0.6}  # 2024: 0.6, 2023: 0.5333
     scripted_scores(monkeypatch, better, worse)
     after: list[dict[str, Tensor]] = []
-    epoch = Trainer.epoch
+    train_epoch = Loop.train_epoch
 
-    def watched(trainer: Trainer, *args: object) -> object:
-        seen = epoch(trainer, *args)
-        after.append({name: p.detach().clone() for name, p in trainer.model.named_parameters()})
+    def watched(loop: Loop, epoch: int) -> object:
+        seen = train_epoch(loop, epoch)
+        after.append({name: p.detach().clone() for name, p in loop.trainer.model.named_parameters()})
         return seen
 
-    monkeypatch.setattr(Trainer, "epoch", watched)
+    monkeypatch.setattr(Loop, "train_epoch", watched)
     done = run_multitask(tmp_path, tiny_checkpoint, "--option", "finetune", "--epochs", 2)
     assert [line["best"] for line in done.log()] == [True, False]
     assert json.loads((done.run / "dev.json").read_text()) == {**better, "overall": pytest.approx(0.61667, abs=1e-5)}

@@ -570,7 +570,8 @@ def intact(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path) -> P
     folder = tmp_path_factory.mktemp("intact")
     write_task_files(folder / "data")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["multitask_classifier.py", *usual_flags(folder, tiny_checkpoint), "--tasks", "sst"])
+        flags = [*usual_flags(folder, tiny_checkpoint), "--tasks", "sst", "--keep_state"]
+        patch.setattr(sys, "argv", ["multitask_classifier.py", *flags])
         multitask_classifier.main()
     return folder
 
@@ -613,7 +614,8 @@ def without_parts(path: Path) -> None:
 
 
 def with_other_progress(path: Path) -> None:
-    torch.save(torch.load(path, weights_only=True) | {"progress": {"epochs": 3}}, path)
+    content = torch.load(path, weights_only=True)["content"] | {"progress": {"epochs": 3}}
+    torch.save({"content": content, "sha256": digest(content)}, path)
 
 
 def emptied(path: Path) -> None:
@@ -655,7 +657,6 @@ STATES = {
     pickled_object: "state.pt cannot be used",
     without_parts: "state.pt cannot be used",
     with_other_progress: "state.pt cannot be used",
-    Path.unlink: "state.pt does not exist; no epoch was finished",
 }
 
 
@@ -666,7 +667,7 @@ def test_a_damaged_state_of_a_run_is_named(damage: Callable, run: Path, classify
     error = the_error(classify("--tasks", "sst", "--resume"))
     assert f"--resume: {run}" in error
     assert STATES[damage] in error
-    assert "Start again with another --name" in error
+    assert "Remove the file to start over, or use another --name" in error
     assert (run / "model.safetensors").read_bytes() == weights
     assert not list((tmp_path / "predictions").glob("*"))
 
@@ -689,11 +690,12 @@ def test_damaged_flags_of_a_run_are_named(text: str, ask: str, run: Path, classi
 
 @pytest.mark.parametrize("flags", [["--predict_only", "--run"], ["--resume", "--runs"]])
 def test_a_directory_that_is_no_run_is_refused(flags: list[str], classify: Classify, tmp_path: Path):
-    (tmp_path / "empty" / "r").mkdir(parents=True)
-    folder = tmp_path / "empty" / ("r" if "--run" in flags else "")
+    (tmp_path / "other" / "r").mkdir(parents=True)
+    (tmp_path / "other" / "r" / "mine.txt").touch()
+    folder = tmp_path / "other" / ("r" if "--run" in flags else "")
     finished = classify(*flags, folder)
-    assert_refused(finished, tmp_path, tmp_path / "empty" / "r", "must be the directory of a run, but has no args.json")
-    assert not list((tmp_path / "empty" / "r").iterdir())
+    assert_refused(finished, tmp_path, tmp_path / "other" / "r", "must be the directory of a run, but has no args.json")
+    assert [path.name for path in (tmp_path / "other" / "r").iterdir()] == ["mine.txt"]
 
 
 @pytest.mark.parametrize(

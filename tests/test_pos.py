@@ -421,10 +421,10 @@ def test_a_file_of_other_sizes_is_damaged(tagger: PosTagger, capsys: pytest.Capt
 def test_tags_are_kept_whole_or_not_at_all(tagger: PosTagger, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(file: object, **parts: np.ndarray) -> None:
         file.write(b"half")
-        raise OSError("no space left")
+        raise OSError(28, "no space left")
 
     monkeypatch.setattr(np, "savez_compressed", full)
-    with pytest.raises(OSError, match="no space left"):
+    with pytest.raises(InputError, match=r"could not be written \(No space left on device\)"):
         tagger.read([TEXTS])
     assert list(tagger.folder.iterdir()) == []
 

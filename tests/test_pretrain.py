@@ -45,7 +45,8 @@ from heads import POOLERS
 from pretrain import HELD_OUT_BATCH, OBJECTIVES, PretrainingBERT, measure, targets, weighted_loss
 from tasks import CFIMDB, PARA, TASKS, Batch, Encoded
 from tokenizer import SPECIAL_TOKENS, BertTokenizer
-from training import Trainer
+from trainer import Trainer
+from training import Loop
 from utils import InputError, Precision
 
 FP32 = Precision("fp32", torch.device("cpu"))
@@ -746,14 +747,14 @@ def test_a_resumed_run_ends_bit_for_bit_like_an_uninterrupted_one(
     flags = ["--objective", "mlm+nsp+simcse", "--text", text, "--batch_size", 16, "--epochs", 3, "--schedule", "linear"]
     assert run(*flags, "--name", "uninterrupted").status == 0
     with monkeypatch.context() as patch:
-        epoch = Trainer.epoch
+        train_epoch = Loop.train_epoch
 
-        def interrupted(trainer: Trainer, steps: object, label: str, *rest: object) -> object:
-            if label.startswith("epoch 3"):
+        def interrupted(loop: Loop, epoch: int) -> object:
+            if epoch == 3:
                 raise KeyboardInterrupt
-            return epoch(trainer, steps, label, *rest)
+            return train_epoch(loop, epoch)
 
-        patch.setattr(Trainer, "epoch", interrupted)
+        patch.setattr(Loop, "train_epoch", interrupted)
         assert run(*flags).status == 130
     torch.manual_seed(99)
     done = run(*flags, "--resume")
@@ -852,7 +853,6 @@ REFUSED = {
     "--objective simcse_supervised": "simcse_supervised needs at least 20 positive pairs",
     "--text nowhere.txt": "nowhere.txt: cannot be read; No such file or directory. Check the path.",
     "--held_out nowhere.txt": "nowhere.txt: cannot be read; No such file or directory. Check the path.",
-    "--resume --name other": "other: no such directory. Give the directory of a run, such as runs/NAME.",
     "--keep_layers 3": "--keep_layers must be 1 to 2 for",
 }
 

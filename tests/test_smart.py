@@ -434,7 +434,7 @@ def test_power_iterations_end_at_the_most_sensitive_direction_of_the_logits(targ
     torch.manual_seed(0)
     monkeypatch.setattr(Smart, "POWER_ITERATIONS", 300)
     clean = torch.randn(4, target.num_logits, dtype=torch.float64)
-    u = Smart().sensitive_direction(target, clean)
+    u = Smart().sensitive_direction(target, clean, torch.randn_like(clean))
     for row in range(4):
         hessian = torch.autograd.functional.hessian(
             lambda z, row=row: divergence(target, clean[row : row + 1], z[None]).sum(), clean[row]

@@ -24,6 +24,7 @@ import multitask_classifier
 import utils
 from adapters import ADAPTERS
 from bert import Dropout
+from checkpoints import load_state
 from datasets import Split
 from evaluation import write_logits
 from heads import HEADS, POOLERS, check_head
@@ -33,11 +34,13 @@ from multitask_classifier import get_args, train_multitask
 from optimizer import AVERAGERS, OPTIMIZERS
 from pcgrad import COMBINERS
 from readers import Examples, read_examples
+from runs import Run
 from sampling import SAMPLERS
 from smart import REGULARIZERS
 from tasks import SST, STS, TASKS, Batch, Number, Output, Predictions, Task
 from tokenizer import BertTokenizer
-from training import EpochRecord, Trainer, grouped
+from trainer import EpochRecord, Trainer
+from training import grouped, train_on
 from utils import InputError, Precision
 
 CPU = torch.device("cpu")
@@ -52,7 +55,7 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def state_of(done: Finished) -> dict[str, Any]:
-    return torch.load(done.run / "state.pt", weights_only=True)
+    return load_state(Run(done.run))["trainer"]
 
 
 def scripted(monkeypatch: pytest.MonkeyPatch, *overall: float) -> None:
@@ -116,7 +119,7 @@ RESUMED = {
 def test_a_run_that_goes_on_ends_bit_for_bit_like_one_that_was_never_interrupted(
     case: str, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    flags = [*RESUMED[case], "--epochs", 4]
+    flags = [*RESUMED[case], "--epochs", 4, "--keep_state"]
     write_task_files(tmp_path / "data")
     whole = run_multitask(tmp_path, tiny_checkpoint, *flags, "--name", "r")
     shutil.move(tmp_path / "runs", tmp_path / "whole")
@@ -130,7 +133,9 @@ def test_a_run_that_goes_on_ends_bit_for_bit_like_one_that_was_never_interrupted
     done = run_multitask(tmp_path, tiny_checkpoint, *flags, "--resume")
     assert "epoch 3 " in done.out
     assert "epoch 2 " not in done.out
-    one, other = (torch.load(tmp_path / d / "r" / "state.pt", weights_only=True) for d in ("whole", "runs"))
+    one, other = (load_state(Run(tmp_path / d / "r")) for d in ("whole", "runs"))
+    for state in (one, other):
+        del state["seconds"], state["log"]
     torch.testing.assert_close(one, other, rtol=0, atol=0)  # weights, optimizer, averages, teacher, generators, scaler
     assert same(load_file(tmp_path / "whole" / "r" / "model.safetensors"), done.weights())
     log = [json.loads(line) for line in (tmp_path / "whole" / "r" / "log.jsonl").read_text().splitlines()]
@@ -166,7 +171,6 @@ def finished(tiny_checkpoint: Path, tmp_path: Path) -> Finished:
 @pytest.mark.parametrize(
     ("flags", "found"),
     [
-        (["--epochs", 2], "--epochs 1 (now 2)"),
         (["--epochs", 1, "--lr", 0.5, "--seed", 3], "--seed 11711 (now 3), --lr 1e-05 (now 0.5)"),
         (["--epochs", 1, "--option", "finetune"], "--option pretrain (now finetune)"),
     ],
@@ -411,7 +415,7 @@ def test_a_trainer_scores_the_tasks_whose_targets_it_was_given(bench: Start):
     one = bench()
     assert one.trainer.targets == {name: TASKS[name].predicts for name in ("sst", "para", "sts")}
     one.trainer.targets = {"sst": SST.predicts}
-    record = one.trainer.epoch([[one.draw(0, 1, 2)], [one.draw(3, 4)]], "epoch 1/1")
+    record = train_on(one.trainer, [[one.draw(0, 1, 2)], [one.draw(3, 4)]])
     assert record.scores().keys() == {"sst"}
     assert record.mean_losses().keys() == {"sst", "para", "sts"}
 
@@ -443,7 +447,7 @@ def test_a_nan_loss_stops_with_task_and_step_and_the_best_epoch_stays_usable(
     assert all(tensor.isfinite().all() for tensor in done.weights().values())
     again = run_multitask(tmp_path, Path(), "--predict_only", "--run", done.run)
     assert len(again.predictions()) == 6
-    assert same(weights_of(again.models[0]), state_of(done)["trainer"]["model"])
+    assert same(weights_of(again.models[0]), state_of(done)["model"])
 
 
 # --- early stopping ---------------------------------------------------------------------------------------------------
@@ -469,7 +473,7 @@ def test_training_stops_after_patience_epochs_without_a_better_one(
 def test_averages_are_evaluated_and_kept_while_training_goes_on_with_the_raw_weights(
     averager: str, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    flags = [*TUNED, "--epochs", 2, "--combiner", "pcgrad"]
+    flags = [*TUNED, "--epochs", 2, "--combiner", "pcgrad", "--keep_state"]
     plain = run_multitask(tmp_path / "plain", tiny_checkpoint, *flags)
     rising_scores(monkeypatch)
     after_step: list[dict[str, Tensor]] = []
@@ -482,7 +486,7 @@ def test_averages_are_evaluated_and_kept_while_training_goes_on_with_the_raw_wei
         )
         more = ["--ema_decay", 0.5] if averager == "ema" else ["--average_start", 0]
         done = run_multitask(tmp_path / "averaged", tiny_checkpoint, *flags, "--averager", averager, *more)
-    assert same(state_of(done)["trainer"]["model"], state_of(plain)["trainer"]["model"])
+    assert same(state_of(done)["model"], state_of(plain)["model"])
     if averager == "ema":
         shares = [0.5 ** (len(after_step) - 1 - k) for k in range(len(after_step))]
     else:
@@ -505,7 +509,7 @@ def test_half_precision_trains_with_pcgrad_and_smart(
 ):
     # starting at torch's default scale of 65536, the scaler would skip the first steps
     monkeypatch.setattr(torch.amp, "GradScaler", partial(torch.amp.GradScaler, init_scale=64.0))
-    flags = [*TUNED, "--epochs", 2, "--combiner", "pcgrad", "--regularizer", "smart", "--clip", 1]
+    flags = [*TUNED, "--epochs", 2, "--combiner", "pcgrad", "--regularizer", "smart", "--clip", 1, "--keep_state"]
     full = run_multitask(tmp_path / "full", tiny_checkpoint, *flags)
     half = run_multitask(tmp_path / "half", tiny_checkpoint, *flags, "--precision", precision)
     for line, wanted in zip(half.log(), full.log(), strict=True):
@@ -517,7 +521,7 @@ def test_half_precision_trains_with_pcgrad_and_smart(
     assert not same(half.weights(), full.weights())
     assert {t.dtype for t in half.weights().values()} == {torch.float32}
     assert all(tensor.isfinite().all() for tensor in half.weights().values())
-    assert bool(state_of(half)["trainer"]["scaler"]) == (precision == "fp16")
+    assert bool(state_of(half)["scaler"]) == (precision == "fp16")
 
 
 @pytest.mark.parametrize("clip", [0, 1])
