@@ -9,6 +9,7 @@ from flags import ALWAYS, ENCODER_TRAINS, ArgumentParser, Switch, number
 from utils import InputError, Precision
 
 OF_THE_MACHINE = {"use_gpu", "precision", "deterministic"}  # flags that may change when a run is resumed
+LONGEST_RUN_NAME = 200  # bytes; a file name may have 255, and the names of some files are made from the run's
 FINE_TUNE_MODES = {"last-linear-layer": "pretrain", "full-model": "finetune"}  # later handouts' values, for --option
 
 
@@ -98,6 +99,8 @@ def run_name(args: argparse.Namespace, prefix: str) -> str:
     """--name, or a name made from the time."""
     if args.name is None and getattr(args, "resume", False):
         raise InputError("--resume needs the name of the run to continue, found no --name. Add --name NAME.")
-    if args.name is not None and (not args.name.strip(". ") or set(args.name) & set("/\\")):
+    if args.name is not None and (not args.name.strip(". ") or set(args.name) & set("/\\\0")):
         raise InputError(f"--name {args.name!r}: must be a plain name without slashes. --runs sets the directory.")
+    if args.name is not None and (size := len(args.name.encode(errors="replace"))) > LONGEST_RUN_NAME:
+        raise InputError(f"--name: must have at most {LONGEST_RUN_NAME} bytes, found {size}. Shorten it.")
     return args.name or f"{prefix}-{time.strftime('%Y%m%d-%H%M%S')}"

@@ -4,6 +4,8 @@ import contextlib
 import ctypes
 import hashlib
 import itertools
+import json
+import math
 import os
 import subprocess
 import sys
@@ -20,8 +22,20 @@ from torch import Tensor, nn
 # --- errors and messages ----------------------------------------------------------------------------------------------
 
 
+LONGEST_MESSAGE = 1000  # characters; what is found in a damaged file can have any length
+
+
 class InputError(ValueError):
-    """A mistake that the user can fix; one line: what, rule, found, remedy. Scripts print it and exit with status 2."""
+    """A mistake that the user can fix; one line: what, rule, found, remedy. Scripts print it and exit with status 2.
+
+    What was found may come from a damaged file: line ends and control characters are escaped, so that the message stays
+    one line and cannot drive the terminal, and a message that is too long loses its middle.
+    """
+
+    def __init__(self, message: object):
+        text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(message))
+        half = LONGEST_MESSAGE // 2 - 5
+        super().__init__(text if len(text) <= LONGEST_MESSAGE else f"{text[:half]} [...] {text[-half:]}")
 
 
 def warn(message: str) -> None:
@@ -281,6 +295,44 @@ def digest(value: Any) -> str:
 
     feed(value)
     return checksum.hexdigest()
+
+
+def read_json(path: Path, rule: str, remedy: str) -> dict[str, Any]:
+    """Read a JSON file that must contain an object. Whatever else is in the file is an InputError.
+
+    rule: completes "FILE: must be ...", such as "JSON with a run's flags". remedy: the error's last sentence. NaN and
+    infinities, which are not JSON, are refused, and so is a number like 1e999 that does not fit a float.
+    """
+    try:
+        return parse_json(path.read_bytes().decode("utf-8-sig"))
+    except (OSError, ValueError) as error:  # a UnicodeDecodeError is a ValueError
+        reason = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else error
+        reason = getattr(error, "strerror", None) or reason
+        raise InputError(f"{path}: must be {rule}; {reason}. {remedy}") from error
+
+
+def parse_json(text: str) -> dict[str, Any]:
+    """Parse text that must be a JSON object; a ValueError with a short message if it is anything else."""
+
+    def finite(number: str) -> float:
+        value = float(number)
+        if not math.isfinite(value):
+            raise ValueError(f"numbers must be finite, found {number[:20]}")
+        return value
+
+    try:
+        value = json.loads(text, parse_float=finite, parse_constant=finite)
+        if "\\ud" in text.lower():  # perhaps half a character (a lone surrogate), which nothing can encode
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ValueError("it contains half a character, a lone surrogate") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{error.msg} (line {error.lineno}, column {error.colno})") from error
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"it is a {type(value).__name__}, not an object")
+    return value
 
 
 @contextlib.contextmanager
