@@ -117,7 +117,7 @@ class FromRecipe(str):
 
     place: str
 
-    def __new__(cls, text: str, place: str) -> Self:
+    def __new__(cls, text: str, place: str = "a recipe") -> Self:  # the default is for copies
         word = super().__new__(cls, text)
         word.place = place
         return word
