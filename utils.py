@@ -11,9 +11,10 @@ import subprocess
 import sys
 import tempfile
 import warnings
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import IO, Any, ClassVar
 
 import numpy as np
 import torch
@@ -333,6 +334,40 @@ def parse_json(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"it is a {type(value).__name__}, not an object")
     return value
+
+
+MOST_INFLATED = 1100  # bytes from one compressed byte; deflate cannot give more than 1032
+
+
+def read_arrays(path: Path) -> dict[str, np.ndarray]:
+    """Read all arrays of an .npz file; a ValueError or OSError if it is anything else.
+
+    The shape and type that an array declares are compared with the size of the file before memory is allocated for it.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            size = path.stat().st_size
+            for entry in archive.infolist():
+                with archive.open(entry) as file:
+                    _check_header(file, entry.file_size, MOST_INFLATED * size)
+        with np.load(path, allow_pickle=False) as file:
+            return {name: file[name] for name in file.files}
+    except OSError:
+        raise
+    except Exception as error:  # zipfile, zlib, struct, ast and tokenize each raise their own kind for a damaged file
+        raise ValueError(f"{error!s:.60}" or type(error).__name__) from error
+
+
+def _check_header(file: IO[bytes], size: int, most: int) -> None:
+    """Refuse an array of Python objects, or one that does not have exactly the size of its entry in the archive."""
+    version = np.lib.format.read_magic(file)
+    readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+    if version not in readers:
+        raise ValueError(f"its format {version} is not known")
+    shape, _, dtype = readers[version](file)
+    declared = math.prod(shape) * dtype.itemsize
+    if dtype.hasobject or min(shape, default=0) < 0 or declared != size - file.tell() or declared > most:
+        raise ValueError(f"it declares shape {shape!s:.40} and type {dtype!s:.20}, which do not fit the file")
 
 
 @contextlib.contextmanager
