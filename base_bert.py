@@ -1,8 +1,7 @@
 """Checkpoints: find one by name, read its weights, translate their names, and write one.
 
-A name is the alias `minilm`, a directory in the usual layout, or a hub id such as `bert-base-uncased`, perhaps with a
-revision: `bert-base-uncased@86b5e0934494bd15c9632b12f734a8a67f723594` is that commit of the repository, whatever is
-uploaded later.
+A name is the alias `minilm`, a directory in the usual layout, or a hub id such as `bert-base-uncased`. A hub id may
+have a revision, as in `bert-base-uncased@COMMIT`: then the files are those of that commit, whatever is uploaded later.
 """
 
 import argparse
@@ -69,9 +68,26 @@ def find_checkpoint(name: str | Path, *, local_files_only: bool = False) -> Path
             f"--model {name}: must be a checkpoint's directory, a hub id, or minilm; found a file. If it is a .pt file "
             "of a script in the starter's style, load it there and write model.bert.save_pretrained(DIRECTORY)."
         )
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+    repository, at, revision = name.partition("@")
+    if name.startswith((".", "/", "~")) or repository.count("/") > 1:
         raise InputError(f"--model {name}: no such directory. Use a directory, a hub id, or minilm.")
-    return _fetch_from_hub(name, local_files_only)
+    if at and not re.fullmatch(r"\w[\w./-]{0,199}", revision):
+        raise InputError(
+            f"--model {name}: what follows the @ must be a commit, branch or tag of the hub's repository, found "
+            f"{revision!r}. Use NAME@COMMIT, or NAME alone."
+        )
+    return _fetch_from_hub(repository, revision or None, local_files_only)
+
+
+def revision_of(name: str | Path) -> str | None:
+    """The commit of the hub's repository that this checkpoint comes from; None for a directory and for minilm.
+
+    It is read from the hub's cache, without a request, so call it after the checkpoint was loaded.
+    """
+    if str(name) == "minilm" or Path(name).is_dir():
+        return None
+    folder = find_checkpoint(name, local_files_only=True)
+    return folder.name if folder.parent.name == "snapshots" else None  # models--NAME/snapshots/COMMIT
 
 
 def _find_minilm() -> Path:
@@ -116,16 +132,19 @@ def why_unreachable(name: str) -> str:
     return ""
 
 
-def _fetch_from_hub(name: str, local_files_only: bool) -> Path:
+def _fetch_from_hub(name: str, revision: str | None, local_files_only: bool) -> Path:
     from httpx2 import HTTPError
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError
+
+    pinned = {"revision": revision} if revision else {}  # without one, the default branch
+    shown = f"{name}@{revision}" if revision else name
 
     def fetch(*choices: str) -> Path | None:
         """The first of these files in the repository or, without a connection, in the cache."""
         for file in choices:
             try:
-                return Path(hf_hub_download(name, file, local_files_only=bool(unreachable)))
+                return Path(hf_hub_download(name, file, local_files_only=bool(unreachable), **pinned))
             except LocalEntryNotFoundError:
                 if not unreachable:  # the connection broke just now: other names would fail too
                     raise
@@ -135,7 +154,7 @@ def _fetch_from_hub(name: str, local_files_only: bool) -> Path:
 
     def unavailable(reason: str) -> InputError:
         return InputError(
-            f"--model {name}: not a directory, not in the hub's cache, and not available from the hub ({reason}). "
+            f"--model {shown}: not a directory, not in the hub's cache, and not available from the hub ({reason}). "
             "Check the name and the network, or use --model minilm, which needs none."
         )
 
@@ -152,7 +171,7 @@ def _fetch_from_hub(name: str, local_files_only: bool) -> Path:
     if config is None or weights is None or absent:
         if unreachable:
             raise unavailable(unreachable)
-        raise InputError(f"--model {name}: the hub's repository has no BERT weights. Choose a BERT checkpoint.")
+        raise InputError(f"--model {shown}: the hub's repository has no BERT weights. Choose a BERT checkpoint.")
     return config.parent
 
 
