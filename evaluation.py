@@ -216,7 +216,7 @@ def check_file(path: Path, task: Task, data: Path, *, labeled: bool) -> tuple[fl
             warn(f"{row}. Skipped, so no prediction is expected.")
         problems += _id_problems(path, set(values), data, set(examples.ids))
     if problems or not labeled:
-        return None, problems
+        return None, [str(InputError(problem)) for problem in problems]  # one bounded line each, whatever was found
     return task.predicts.score(np.array([values[i] for i in examples.ids]), np.array(examples.labels)), []
 
 
