@@ -180,8 +180,9 @@ def read_config(folder: Path) -> BertConfig:
     path = folder / "config.json"
     if not path.is_file():
         raise InputError(f"{folder}: has no config.json. Use the directory of a checkpoint.")
+    values = read_json(path, "a JSON file that describes a BERT", "Use the checkpoint's own.")
     try:
-        return BertConfig.from_file(path)
+        return BertConfig.from_values(values, path)
     except ValueError as error:
         raise InputError(str(error)) from error
 

@@ -8,8 +8,6 @@ from typing import Any, Self
 
 import torch.nn.functional as F
 
-from utils import read_json
-
 # The activation between the two feed-forward layers, by its name in config.json.
 ACTIVATIONS = {
     "gelu": F.gelu,
@@ -67,9 +65,11 @@ class BertConfig:
             )
 
     @classmethod
-    def from_file(cls, path: Path) -> Self:
-        """Read config.json; keys that do not affect the encoder are ignored."""
-        values = read_json(path, "a JSON file that describes a BERT", "Use the checkpoint's own.")
+    def from_values(cls, values: dict[str, Any], path: Path) -> Self:
+        """The architecture from the contents of config.json; keys that do not affect the encoder are ignored.
+
+        path: the file, for messages. base_bert.read_config reads it.
+        """
         if values.get("model_type", "bert") != "bert":
             kind = values.get("model_type")
             raise ValueError(f"{path}: model_type must be 'bert', found {kind!r:.80}. Choose a BERT checkpoint.")

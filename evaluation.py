@@ -134,7 +134,7 @@ def read_logits(path: Path, task: Task, remedy: str, *, labeled: bool) -> Predic
         arrays = read_arrays(path)
         _check_arrays(arrays, labeled)
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or f"it is not an .npz file with ids and logits ({error!s:.80})"
+        reason = getattr(error, "strerror", None) or f"it is not an .npz file with ids and logits ({error!s:.100})"
         raise InputError(f"{path}: cannot be read as logits; {reason}. {remedy}") from error
     ids, logits = list(map(str, arrays["ids"].tolist())), arrays["logits"].astype(np.float32)
     labels = arrays["labels"] if labeled else None
@@ -151,13 +151,14 @@ def read_logits(path: Path, task: Task, remedy: str, *, labeled: bool) -> Predic
     return Predictions(ids, logits, task.predicts.decode(torch.from_numpy(logits)).numpy(), labels)
 
 
-ARRAYS = {"ids": "USiu", "logits": "fiu", "labels": "fiu", "sha256": "U"}  # with the kinds of their types
+NUMBERS = (np.integer, np.floating)
+ARRAYS = {"ids": (np.str_, np.bytes_, np.integer), "logits": NUMBERS, "labels": NUMBERS, "sha256": (np.str_,)}
 
 
 def _check_arrays(arrays: dict[str, np.ndarray], labeled: bool) -> None:
     """Raise a ValueError if the arrays are not those of `write_logits`, or differ from their checksum."""
     for name in sorted(arrays.keys() | {"ids", "logits"} | ({"labels"} if labeled else set())):
-        if name not in arrays or name not in ARRAYS or arrays[name].dtype.kind not in ARRAYS[name]:
+        if name not in arrays or not any(np.issubdtype(arrays[name].dtype, kind) for kind in ARRAYS.get(name, ())):
             found = "not there" if name not in arrays else f"of type {arrays[name].dtype!s:.20}"
             raise ValueError(f"{name!r:.30} is {found}")
     if arrays["ids"].ndim != 1:

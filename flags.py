@@ -361,9 +361,7 @@ class ArgumentParser(argparse.ArgumentParser):
         droppable: which flags may be dropped; by default those of recipes. Two flags that contradict each other on the
         command line itself are a mistake.
         """
-        expanded = self.expand(sys.argv[1:] if argv is None else argv)
-        self.refuse_foreign_words(expanded)
-        given = self.by_flag(expanded)
+        given = self.by_flag(self.expand(sys.argv[1:] if argv is None else argv))
         kept, switched_off = given, {}  # the latter: dropped flags, by the flag that made them pointless
         while True:  # dropping one flag can make another pointless
             idle = [action for action, _ in self.idle_flags(complete(self.parse_args(self.flat(kept))))]

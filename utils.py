@@ -355,7 +355,7 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
     except OSError:
         raise
     except Exception as error:  # zipfile, zlib, struct, ast and tokenize each raise their own kind for a damaged file
-        raise ValueError(f"{error!s:.60}" or type(error).__name__) from error
+        raise ValueError(f"{error!s:.100}" or type(error).__name__) from error
 
 
 def _check_header(file: IO[bytes], size: int, most: int) -> None:
@@ -367,7 +367,7 @@ def _check_header(file: IO[bytes], size: int, most: int) -> None:
     shape, _, dtype = readers[version](file)
     declared = math.prod(shape) * dtype.itemsize
     if dtype.hasobject or min(shape, default=0) < 0 or declared != size - file.tell() or declared > most:
-        raise ValueError(f"it declares shape {shape!s:.40} and type {dtype!s:.20}, which do not fit the file")
+        raise ValueError(f"shape {shape!s:.40} of {dtype!s:.20} does not fit the file")
 
 
 @contextlib.contextmanager

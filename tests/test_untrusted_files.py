@@ -170,6 +170,7 @@ def test_names_that_no_file_can_have_are_refused(flag: str) -> None:
 
 
 def test_a_message_is_one_line_without_control_characters() -> None:
+    assert str(InputError("a\nb\0")) == r"a\nb\x00"
     message = str(InputError("a\nb\x1b[31m\u2028" + "x" * 5000 + "end"))
     assert message.startswith(r"a\nb\x1b[31m\u2028xxx")
     assert message.endswith("xxxend")
@@ -462,7 +463,7 @@ def read_saved(path: Path) -> Predictions:
     return evaluation.read_logits(path, SST, "Predict again.", labeled=True)
 
 
-def with_header(path: Path, shape: str, kind: str = "'<f4'", size: int | None = None) -> None:
+def with_header(path: Path, shape: str, kind: str = "'<f4'") -> None:
     """Write an .npz whose array `logits` declares another shape or type than it has."""
     evaluation.write_logits(path, SAVED)
     with zipfile.ZipFile(path) as archive:
@@ -474,12 +475,14 @@ def with_header(path: Path, shape: str, kind: str = "'<f4'", size: int | None = 
             archive.writestr(name, content)
 
 
-@pytest.mark.parametrize("shape", ["(10000000000000, 5)", "(8, 6)", "(-8, -5)", "(10**30, 5)", "(0, 5)", "'x'"])
+@pytest.mark.parametrize(
+    "shape", ["(10000000000000, 5)", "(100000000, 5)", "(8, 6)", "(-8, -5)", "(10**30, 5)", "(0, 5)", "'x'"]
+)
 def test_logits_with_a_header_that_does_not_fit_the_file_are_refused(shape: str, tmp_path: Path) -> None:
     with_header(tmp_path / "x.npz", shape)
-    assert "cannot be read as logits" in refusal(lambda: read_saved(tmp_path / "x.npz"))
-    with pytest.raises(ValueError, match=r"."):
-        read_arrays(tmp_path / "x.npz")
+    message = refusal(lambda: read_saved(tmp_path / "x.npz"))
+    assert "cannot be read as logits" in message
+    assert "does not fit the file" in message or not shape.replace(", ", "").strip("()").isdigit()
 
 
 @pytest.mark.parametrize("kind", ["'|O'", "[('a', '|O')]", "'<M8[s]'", "'<c8'", "'|V4'", "'nonsense'"])
