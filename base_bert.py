@@ -12,7 +12,7 @@ import re
 from collections.abc import Set
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import torch
@@ -422,6 +422,7 @@ SIZES = {
     "type_vocab_size": ("embeddings.token_type_embeddings.weight", 0),
     "intermediate_size": ("encoder.layer.0.intermediate.dense.weight", 0),
 }
+LAYERS_LISTED = 8  # copy_tensors names the tensors of up to this many missing layers; more would take long to build
 
 
 def check_sizes(config: BertConfig, weights: dict[str, Tensor], source: Path) -> None:
@@ -430,20 +431,16 @@ def check_sizes(config: BertConfig, weights: dict[str, Tensor], source: Path) ->
     A wrong size would otherwise allocate or loop for as long as it says. copy_tensors compares all the rest.
     """
     layers = 1 + max((number for number in map(_layer_number, weights) if number < len(weights)), default=-1)
-    found: dict[str, Any] = {"num_hidden_layers": max(layers, 1)}
+    found: dict[str, int | str] = {"num_hidden_layers": max(layers, 1)}
     for key, (name, dimension) in SIZES.items():
         shape = tuple(weights[name].shape) if name in weights else ()
         found[key] = shape[dimension] if len(shape) == 2 else f"no matrix {name}"
-    # A few layers more or less are left to copy_tensors, which lists the tensors.
     wrong = {key: size for key, size in found.items() if getattr(config, key) != size}
     if abs(config.num_hidden_layers - found["num_hidden_layers"]) <= LAYERS_LISTED:
         wrong.pop("num_hidden_layers", None)
     if wrong:
         sizes = ", ".join(f"{key} {getattr(config, key)}, but the weights have {size}" for key, size in wrong.items())
         raise InputError(f"{source}: the weights do not fit its config.json. {sizes}. Check that both belong together.")
-
-
-LAYERS_LISTED = 8
 
 
 def _layer_number(name: str) -> int:
