@@ -1,4 +1,4 @@
-"""Files that someone else wrote, or that are damaged: each is read correctly or refused in one line.
+"""Files that someone else wrote, or that are damaged: each is read or refused in one line.
 
 The second half mutates a valid file of every kind with Hypothesis. By default some hundreds of files are tried; with
 `-m slow` more than 10,000, and the test prints how many were refused.
