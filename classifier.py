@@ -21,6 +21,7 @@ import distributed
 import evaluation
 import optimizer
 import shared_flags
+from base_bert import revision_of
 from bert import BertModel, Dropout
 from datasets import (
     SentenceClassificationDataset,
@@ -31,7 +32,7 @@ from datasets import (
 )
 from distributed import World, local_sentences
 from evaluation import predict, score, with_stored_vectors, write_predictions
-from flags import ALWAYS, ArgumentParser, Need, number
+from flags import ALWAYS, ArgumentParser, Need, check_stored, number
 from losses import cross_entropy
 from readers import read_examples, report_skipped
 from runs import Run, shared_run
@@ -227,9 +228,14 @@ def open_run(task: Task, args: argparse.Namespace) -> Run:
     """A new run, or the one to resume."""
     folder, data = args.runs / args.name / task.name, list(data_paths(task, args).values())
     if not args.resume:
-        return Run.create(folder, args, data)
-    defaults, extend = vars(parser().parse_args([])), functools.partial(shared_flags.check_extension, args)
-    return Run.resume(folder, args, lambda stored: defaults | stored, data, MAY_DIFFER, extend)
+        return Run.create(folder, args, data, model_revision=revision_of(args.model))
+
+    def upgraded(stored: dict[str, Any]) -> dict[str, Any]:
+        """The flags of a run that may be older than some of them."""
+        return vars(parser().parse_args([])) | check_stored(parser(), stored, folder / "args.json")
+
+    extend, revision = functools.partial(shared_flags.check_extension, args), revision_of(args.model)
+    return Run.resume(folder, args, upgraded, data, MAY_DIFFER, extend, model_revision=revision)
 
 
 def main() -> None:

@@ -43,12 +43,21 @@ class BertConfig:
             )
         for field in (field for field in fields(self) if field.type is not str):
             value = getattr(self, field.name)
-            minimum = 0 if field.type is float or field.name == "pad_token_id" else 1
-            if not isinstance(value, int | field.type) or value < minimum:
+            least = 0 if field.type is float or field.name == "pad_token_id" else 1
+            # dropout of 1 leaves nothing; the other two floats are small numbers, and NaN is not in any range
+            most = 2**31 if field.type is int else 1
+            is_number = isinstance(value, int | field.type) and not isinstance(value, bool)
+            if not is_number or not least <= value <= most or (value == 1 and field.name.endswith("dropout_prob")):
+                limit = f" and at most {most}" if field.type is int else " and below 1"
                 raise ValueError(
-                    f"{field.name} must be a number of at least {minimum}, found {value!r}. "
-                    "Use the config.json that belongs to the checkpoint."
+                    f"{field.name} must be a {'whole ' * (field.type is int)}number of at least {least}{limit}, found "
+                    f"{value!r:.80}. Use the config.json that belongs to the checkpoint."
                 )
+        if self.pad_token_id >= self.vocab_size:
+            raise ValueError(
+                f"pad_token_id must be below vocab_size, found {self.pad_token_id} and {self.vocab_size}. Use the "
+                "config.json that belongs to the checkpoint."
+            )
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"hidden_size must be a multiple of num_attention_heads; found {self.hidden_size} and "
@@ -56,21 +65,18 @@ class BertConfig:
             )
 
     @classmethod
-    def from_file(cls, path: Path) -> Self:
-        """Read config.json; keys that do not affect the encoder are ignored."""
-        try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ValueError(
-                f"{path}: must be a JSON file that describes a BERT; {error}. Use the checkpoint's own."
-            ) from error
-        if not isinstance(values, dict) or values.get("model_type", "bert") != "bert":
-            kind = values.get("model_type") if isinstance(values, dict) else type(values).__name__
-            raise ValueError(f"{path}: model_type must be 'bert', found {kind!r}. Choose a BERT checkpoint.")
+    def from_values(cls, values: dict[str, Any], path: Path) -> Self:
+        """The architecture from the contents of config.json; keys that do not affect the encoder are ignored.
+
+        path: the file, for messages. base_bert.read_config reads it.
+        """
+        if values.get("model_type", "bert") != "bert":
+            kind = values.get("model_type")
+            raise ValueError(f"{path}: model_type must be 'bert', found {kind!r:.80}. Choose a BERT checkpoint.")
         for key, supported in FIXED.items():
             if values.get(key, supported) != supported:
                 raise ValueError(
-                    f"{path}: {key} must be {json.dumps(supported)}, found {json.dumps(values[key])}. "
+                    f"{path}: {key} must be {json.dumps(supported)}, found {json.dumps(values[key]):.80}. "
                     "Choose the checkpoint of a plain BERT encoder."
                 )
         missing = sorted({"vocab_size", "hidden_size", "num_hidden_layers"} - values.keys())

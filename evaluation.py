@@ -8,11 +8,9 @@ As a script, it scores the dev files of a directory against the labels:
 import argparse
 import functools
 import re
-import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
-from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -33,7 +31,17 @@ from distributed import World
 from flags import ALWAYS, ArgumentParser
 from readers import read_examples
 from tasks import PARA, SST, STS, TASKS, Batch, Output, Predictions, Task
-from utils import InputError, Precision, atomic_path, run_script, warn, writable_directory, write_text
+from utils import (
+    InputError,
+    Precision,
+    atomic_path,
+    digest,
+    read_arrays,
+    run_script,
+    warn,
+    writable_directory,
+    write_text,
+)
 
 
 class Predictor(Protocol):
@@ -123,12 +131,12 @@ def write_predictions(path: Path, task: Task, predictions: Predictions) -> None:
 
 
 def write_logits(path: Path, predictions: Predictions) -> None:
-    """Write what an ensemble needs of a run: ids, logits and, for dev rows, labels."""
+    """Write what an ensemble needs of a run: ids, logits and, for dev rows, labels; and a checksum of them."""
     arrays = {"ids": np.array(predictions.ids), "logits": predictions.logits}
     if predictions.labels is not None:
         arrays["labels"] = predictions.labels
     with atomic_path(path) as temporary, temporary.open("wb") as file:
-        np.savez_compressed(file, **arrays)
+        np.savez_compressed(file, **arrays, sha256=np.array(digest(arrays)))
 
 
 def read_logits(path: Path, task: Task, remedy: str, *, labeled: bool) -> Predictions:
@@ -137,12 +145,13 @@ def read_logits(path: Path, task: Task, remedy: str, *, labeled: bool) -> Predic
     remedy: how to write the file again, for the message.
     """
     try:
-        with np.load(path, allow_pickle=False) as file:
-            ids, logits = list(map(str, file["ids"].tolist())), file["logits"].astype(np.float32)
-            labels = file["labels"] if labeled else None
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, EOFError, BadZipFile, zlib.error) as error:
-        reason = getattr(error, "strerror", None) or f"it is not an .npz file with ids and logits ({error!s:.60})"
+        arrays = read_arrays(path)
+        _check_arrays(arrays, labeled)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or f"it is not an .npz file with ids and logits ({error!s:.100})"
         raise InputError(f"{path}: cannot be read as logits; {reason}. {remedy}") from error
+    ids, logits = list(map(str, arrays["ids"].tolist())), arrays["logits"].astype(np.float32)
+    labels = arrays["labels"] if labeled else None
     C = task.predicts.num_logits
     shape_fits = logits.shape == (len(ids), C)
     if not shape_fits or not np.isfinite(logits).all():
@@ -151,9 +160,26 @@ def read_logits(path: Path, task: Task, remedy: str, *, labeled: bool) -> Predic
         raise InputError(f"{path}: must have {expected} for each of its {len(ids)} ids, found {found}. {remedy}")
     if repeated := len(ids) - len(set(ids)):
         raise InputError(f"{path}: ids must be unique, found {repeated} of {len(ids)} repeated. {remedy}")
-    if labels is not None and labels.shape != (len(ids),):
+    if labels is not None and (labels.shape != (len(ids),) or not np.isfinite(labels).all()):
         raise InputError(f"{path}: must have a label for each of {len(ids)} ids, found {labels.size}. {remedy}")
     return Predictions(ids, logits, task.predicts.decode(torch.from_numpy(logits)).numpy(), labels)
+
+
+NUMBERS = (np.integer, np.floating)
+ARRAYS = {"ids": (np.str_, np.bytes_, np.integer), "logits": NUMBERS, "labels": NUMBERS, "sha256": (np.str_,)}
+
+
+def _check_arrays(arrays: dict[str, np.ndarray], labeled: bool) -> None:
+    """Raise a ValueError if the arrays are not those of `write_logits`, or differ from their checksum."""
+    for name in sorted(arrays.keys() | {"ids", "logits"} | ({"labels"} if labeled else set())):
+        if name not in arrays or not any(np.issubdtype(arrays[name].dtype, kind) for kind in ARRAYS.get(name, ())):
+            found = "not there" if name not in arrays else f"of type {arrays[name].dtype!s:.20}"
+            raise ValueError(f"{name!r:.30} is {found}")
+    if arrays["ids"].ndim != 1:
+        raise ValueError(f"ids has {arrays['ids'].ndim} dimensions")
+    content = {name: arrays[name] for name in ARRAYS if name in arrays and name != "sha256"}
+    if "sha256" in arrays and str(arrays["sha256"]) != digest(content):  # an older version wrote none
+        raise ValueError("its contents differ from its checksum")
 
 
 class PredictionFile(NamedTuple):
@@ -205,7 +231,7 @@ def check_file(path: Path, task: Task, data: Path, *, labeled: bool) -> tuple[fl
             warn(f"{row}. Skipped, so no prediction is expected.")
         problems += _id_problems(path, set(values), data, set(examples.ids))
     if problems or not labeled:
-        return None, problems
+        return None, [str(InputError(problem)) for problem in problems]  # one bounded line each, whatever was found
     return task.predicts.score(np.array([values[i] for i in examples.ids]), np.array(examples.labels)), []
 
 

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Container, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from utils import InputError, warn
 
@@ -109,7 +109,25 @@ def suggestion(word: str, known: Iterable[str]) -> str:
 
 
 class FromRecipe(str):
-    """A word of a command line that comes from a recipe."""
+    """A word of a command line that comes from a recipe. `place` is its file and line, for messages.
+
+    The file may be no recipe at all, and private: a message shows a word of it only if it is the value of a flag that
+    the parser knows, or has the form of a flag.
+    """
+
+    place: str
+
+    def __new__(cls, text: str, place: str = "a recipe") -> Self:  # the default is for copies
+        word = super().__new__(cls, text)
+        word.place = place
+        return word
+
+
+FLAG = re.compile(r"(--[a-z][a-z_-]{0,39})(=.*)?", re.DOTALL)  # the form of a flag, perhaps with a value
+MOST_RECIPES = 100  # read for one command line: recipes that include others twice each double in number
+LARGEST_RECIPE = 2**20  # bytes
+LONGEST_WORD = 4096  # characters of a word in a recipe: the longest path of Linux
+LONGEST_NAME = 255  # bytes of a file name, in every usual file system
 
 
 class Switch(argparse.Action):
@@ -236,19 +254,27 @@ class ArgumentParser(argparse.ArgumentParser):
 
     # Recipes and spelling
 
-    def expand(self, argv: Sequence[str], inside: tuple[Path, ...] = ()) -> list[str]:
+    def expand(self, argv: Sequence[str]) -> list[str]:
         """Replace every @FILE by the flags in that file; write every flag as this parser spells it."""
+        return self._expanded(argv, (), [])
+
+    def _expanded(self, argv: Sequence[str], inside: tuple[Path, ...], read: list[Path]) -> list[str]:
+        """inside: the recipes that include these words, the innermost last. read: all recipes read so far."""
         tokens: list[str] = []
         for token in argv:
             if not token.startswith("@"):
                 tokens.append(self._spelled(token))
                 continue
-            path = find_recipe(token[1:], inside[-1].parent if inside else None)
+            path = find_recipe(token, inside[-1].parent if inside else None)
             if path in inside:
-                raise InputError(f"{token}: a recipe must not include itself, found it inside {inside[-1]}. Remove it.")
-            lines = (line.partition("#")[0].split() for line in read_recipe(path).splitlines())
-            words = self.expand(list(itertools.chain.from_iterable(lines)), (*inside, path))
-            tokens += map(FromRecipe, words)
+                raise InputError(f"@{path}: a recipe must not include itself, found it inside {inside[-1]}. Remove it.")
+            read.append(path)
+            if len(read) > MOST_RECIPES:
+                raise InputError(f"@{path}: at most {MOST_RECIPES} recipes may include each other. Remove some.")
+            words = read_recipe(path)
+            if words and not words[0].startswith("@") and not FLAG.fullmatch(words[0]) and not self._is_run(words[0]):
+                raise not_a_recipe(words[0].place)  # here: its words would pass for values of the flag before it
+            tokens += self._expanded(words, (*inside, path), read)
         return tokens
 
     def _spelled(self, token: str) -> str:
@@ -256,14 +282,57 @@ class ArgumentParser(argparse.ArgumentParser):
         if not name.startswith("--") or name in self.flags:
             return token
         plain = {flag.replace("-", "_"): flag for flag in self.flags}
-        return plain.get(name.replace("-", "_"), name) + equals + value
+        spelled = plain.get(name.replace("-", "_"), name) + equals + value
+        return FromRecipe(spelled, token.place) if isinstance(token, FromRecipe) else spelled
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        tokens = self.expand(sys.argv[1:] if args is None else list(args))
+        self.refuse_foreign_words(tokens)
+        return super().parse_args(tokens, namespace)
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
         tokens = self.expand(sys.argv[1:] if args is None else list(args))
         if {"-h", "--help"} & set(tokens):  # here, so that nothing else on the line can be wrong first
             self.print_help()
             self.exit()
-        return super().parse_known_args(tokens, namespace)
+        for token in tokens:
+            if "\0" in token:
+                raise InputError(f"an argument must not contain a NUL character, found {token!r:.80}. Remove it.")
+        args, rest = super().parse_known_args(tokens, namespace)
+        self._check_paths(args)
+        return args, rest
+
+    def refuse_foreign_words(self, tokens: Sequence[str]) -> None:
+        """Refuse the words of a recipe that are neither a flag of this parser nor its value, without showing them."""
+        for first, *_ in self.by_flag(list(tokens)):
+            if not isinstance(first, FromRecipe) or first.partition("=")[0] in self.flags:
+                continue
+            if flag := FLAG.fullmatch(first):
+                raise InputError(
+                    f"unknown flag {flag[1]}.{suggestion(flag[1], self.flags)} It is in {first.place}; "
+                    "its comment says which script it is for."
+                )
+            if not self._is_run(first):
+                raise not_a_recipe(first.place)
+
+    def _is_run(self, word: str) -> bool:
+        """Whether a recipe's word can name a run, such as runs/NAME, and this parser takes such names."""
+        takes_names = any(not action.option_strings for action in self._actions)
+        return takes_names and re.fullmatch(r"(\w[\w.+-]*/)+\w[\w.+-]*", word) is not None
+
+    def _check_paths(self, args: argparse.Namespace) -> None:
+        """Refuse file names that no file system has; opening one would fail in the middle of a run."""
+        for action in self._actions:
+            value = getattr(args, action.dest, None)
+            if action.type is not Path and "PATH" not in str(action.metavar) and action.dest not in ("model", "name"):
+                continue
+            for path in value if isinstance(value, list) else [value]:
+                longest = max((len(part.encode(errors="replace")) for part in str(path).split("/")), default=0)
+                if longest > LONGEST_NAME:
+                    raise InputError(
+                        f"{(action.option_strings or [action.dest])[0]}: a file name must have at most {LONGEST_NAME} "
+                        f"bytes, found {longest}. Shorten it."
+                    )
 
     # Flags that would do nothing
 
@@ -293,12 +362,6 @@ class ArgumentParser(argparse.ArgumentParser):
         command line itself are a mistake.
         """
         given = self.by_flag(self.expand(sys.argv[1:] if argv is None else argv))
-        for name in (tokens[0] for tokens in given if isinstance(tokens[0], FromRecipe)):
-            if name.startswith("--") and name.partition("=")[0] not in self.flags:
-                hint = suggestion(name, self.flags)
-                raise InputError(
-                    f"unknown flag {name}.{hint} It is in a recipe; its comment says which script it is for."
-                )
         kept, switched_off = given, {}  # the latter: dropped flags, by the flag that made them pointless
         while True:  # dropping one flag can make another pointless
             idle = [action for action, _ in self.idle_flags(complete(self.parse_args(self.flat(kept))))]
@@ -391,21 +454,104 @@ def as_text(value: Any) -> str:
 # --- recipes ----------------------------------------------------------------------------------------------------------
 
 
-def find_recipe(name: str, beside: Path | None = None) -> Path:
-    """The file of flags; a relative path is also looked for beside the scripts and beside a recipe that includes it."""
+def find_recipe(token: str, beside: Path | None = None) -> Path:
+    """The file of flags; a relative path is also looked for beside the scripts and beside a recipe that includes it.
+
+    token: as it was given, with the @.
+    """
+    name = token[1:]
     for path in (Path(name), PROJECT / name, (beside or PROJECT) / name):
-        with contextlib.suppress(OSError):  # a name that is too long
+        with contextlib.suppress(OSError, ValueError):  # a name that is too long, or has a NUL in it
             if path.is_file():
                 return path.resolve()
     recipes = [path.relative_to(PROJECT).as_posix() for path in sorted((PROJECT / "recipes").rglob("*.txt"))]
     same_name = [recipe for recipe in recipes if Path(recipe).name == Path(name).name]
-    hint = f" Did you mean {same_name[0]}?" if same_name else suggestion(name, recipes)
-    raise InputError(f"@{name}: no such recipe.{hint} recipes/README.md lists them all.")
+    hint = f" Did you mean {same_name[0]}?" if same_name else suggestion(name[:200], recipes)
+    if isinstance(token, FromRecipe):
+        raise InputError(f"{token.place}: includes a recipe that does not exist.{hint} Correct the name after the @.")
+    raise InputError(f"{token}: no such recipe.{hint} recipes/README.md lists them all.")
 
 
-def read_recipe(path: Path) -> str:
+def not_a_recipe(place: str) -> InputError:
+    """The error for a line that has no place in a recipe. It does not show the line, which may be private."""
+    return InputError(
+        f"{place} is not a flag. A recipe must consist of flags and their values; recipes/README.md lists all recipes."
+    )
+
+
+def read_recipe(path: Path) -> list[FromRecipe]:
+    """The words of a recipe without its comments. No message shows any text of a file that is not a recipe."""
     try:
-        return path.read_text(encoding="utf-8-sig")
+        size = path.stat().st_size
+        text = path.read_bytes().decode("utf-8-sig") if size <= LARGEST_RECIPE else ""
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
         raise InputError(f"@{path}: cannot be read; {reason}. recipes/README.md lists all recipes.") from error
+    if size > LARGEST_RECIPE:
+        raise InputError(f"@{path}: a recipe must have at most {LARGEST_RECIPE} bytes, found {size}. Is it a recipe?")
+    words: list[FromRecipe] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        place = f"{path} line {number}"
+        if "\0" in line:
+            raise InputError(f"{place}: must be text, found a NUL byte. Is the file a recipe?")
+        in_line = line.partition("#")[0].split()
+        longest = max(map(len, in_line), default=0)
+        if longest > LONGEST_WORD:
+            raise InputError(
+                f"{place}: a word must have at most {LONGEST_WORD} characters, found {longest}. Is the file a recipe?"
+            )
+        words += [FromRecipe(word, place) for word in in_line]
+    return words
+
+
+# --- flags of an earlier run ------------------------------------------------------------------------------------------
+
+
+def check_stored(parser: argparse.ArgumentParser, stored: dict[str, Any], source: Path) -> dict[str, Any]:
+    """Return the stored flags of a run if each has a value that the parser could have given it.
+
+    stored: read from JSON. Flags that the parser does not know are ignored, and flags may be missing: the run may be
+    older, or newer. source: the file, for the message.
+    """
+    for action in parser._actions:
+        if action.dest not in stored or action.default is argparse.SUPPRESS:
+            continue
+        value = stored[action.dest]
+        if value is None and action.default is None:
+            continue
+        try:
+            _check_value(action, value)
+        except argparse.ArgumentTypeError as error:
+            raise InputError(f"{source}: {action.dest} {error}. Restore the file, or train the run again.") from error
+    return stored
+
+
+def _check_value(action: argparse.Action, value: Any) -> None:
+    """Raise an ArgumentTypeError that says what the value of this flag must be and what it is."""
+    found = f"found {value!r:.80}"
+    if isinstance(action, Switch):
+        if not isinstance(value, bool):
+            raise argparse.ArgumentTypeError(f"must be true or false, {found}")
+        return
+    several = action.nargs in ("+", "*")
+    one_of_several = isinstance(value, str) and action.type is None and action.choices is None  # a default file
+    if several and not one_of_several:
+        if not isinstance(value, list) or (action.default and not value):
+            raise argparse.ArgumentTypeError(f"must be a list of values, {found}")
+        for item in value:
+            _check_item(action, item)
+    else:
+        _check_item(action, value)
+
+
+def _check_item(action: argparse.Action, value: Any) -> None:
+    found = f"found {value!r:.80}"
+    kind = {"int": int, "float": int | float}.get(getattr(action.type, "__name__", ""), str)
+    if not isinstance(value, kind) or isinstance(value, bool):
+        names = {int: "a whole number", str: "text"}
+        raise argparse.ArgumentTypeError(f"must be {names.get(kind, 'a number')}, {found}")
+    if isinstance(value, str) and "\0" in value:
+        raise argparse.ArgumentTypeError(f"must not contain a NUL character, {found}")
+    parsed = value if action.type in (None, Path) else action.type(str(value))  # raises the error of the command line
+    if action.choices is not None and parsed not in action.choices:
+        raise argparse.ArgumentTypeError(f"must be one of {', '.join(map(str, action.choices))}, {found}")

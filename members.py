@@ -1,15 +1,15 @@
 """The runs that ensemble.py combines: their flags and logits, and the checks that they belong together."""
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from evaluation import read_logits
-from multitask_flags import logits_remedy
+from flags import check_stored
+from multitask_flags import SCORED, logits_remedy, parser
 from runs import Run
 from tasks import TASKS, Predictions
-from utils import InputError, warn
+from utils import InputError, read_json, warn
 
 PLAIN_DEV = "dev"  # what an ensemble is scored on if nothing was fitted or chosen on dev
 
@@ -26,9 +26,12 @@ class Member(NamedTuple):
 def read_member(folder: Path, wanted: list[str] | None) -> Member:
     facts = Run.reopen(folder).facts
     flags = facts["args"]
-    names = [name for name in TASKS if name in flags.get("tasks", ())]
-    if not names or not all(f"{name}_dev" in flags for name in names):
+    tasks = flags.get("tasks")
+    names = [name for name in TASKS if name in tasks] if isinstance(tasks, list) else []
+    if not names or not all(isinstance(flags.get(f"{name}_{split}"), str) for name in names for split in SCORED):
         raise InputError(f"{folder}: must be a run of multitask_classifier.py or ensemble.py. Choose another.")
+    known = flags | {"tasks": names}  # a run may have tasks that are not registered here
+    check_stored(parser(), known, folder / "args.json")
     splits: dict[str, dict[str, Predictions]] = {}
     for name in (n for n in names if wanted is None or n in wanted):
         paths = {split: folder / f"{name}-{split}.npz" for split in ("dev", "test", "train")}
@@ -70,7 +73,12 @@ def read_members(args: argparse.Namespace) -> list[Member]:
 def chosen_on_dev(folder: Path) -> str:
     """The rows that an ensemble was scored on if its weights were fitted or chosen on dev; empty for any other run."""
     path = folder / "ensemble.json"
-    scored_on = json.loads(path.read_text(encoding="utf-8"))["scored_on"] if path.is_file() else PLAIN_DEV
+    if not path.is_file():
+        return ""
+    rule, remedy = "JSON with what the ensemble was scored on", "Combine its runs again."
+    scored_on = read_json(path, rule, remedy).get("scored_on")
+    if not isinstance(scored_on, str):
+        raise InputError(f"{path}: must be {rule}; scored_on must be text, found {scored_on!r:.80}. {remedy}")
     return "" if scored_on == PLAIN_DEV else scored_on
 
 

@@ -21,8 +21,9 @@ import pos
 import sampling
 import shared_flags
 import smart
+from base_bert import revision_of
 from datasets import PAIRINGS
-from flags import ALWAYS, ENCODER_TRAINS, ArgumentParser, FromRecipe, Need, Switch, as_text, number
+from flags import ALWAYS, ENCODER_TRAINS, ArgumentParser, FromRecipe, Need, Switch, as_text, check_stored, number
 from losses import losses_of, task_trains, tasks_with
 from model import Branch
 from readers import reader_of, source_of
@@ -248,13 +249,13 @@ def of_run(folder: Path, argv: list[str] | None = None) -> argparse.Namespace:
         raise InputError(f"{folder}: must have model.safetensors, found none. Use a trained run, or a soup.")
     if not isinstance(stored.get("tasks"), list) or "train_tasks" not in stored:
         raise InputError(f"{folder}: must be a run of multitask_classifier.py, or a soup. Choose another.")
-    unknown = [name for name in stored["tasks"] if name not in TASKS]
+    unknown = [name for name in stored["tasks"] if isinstance(name, str) and name not in TASKS]
     if unknown:
         raise InputError(
             f"{folder}: was trained on {unknown[0]}, which is not in tasks.py. Add the task, or choose another."
         )
     defaults = vars(parser().parse_args([]))
-    stored = adapters.flags_of_run(stored, folder / "model.safetensors")
+    stored = adapters.flags_of_run(checked(stored, folder / "args.json"), folder / "model.safetensors")
     flags = argparse.Namespace(**defaults | stored | {"use_gpu": False})  # the machine may be another one
     usual = complete(argparse.Namespace(**defaults | {k: getattr(flags, k) for k in ("data", "predictions", "tasks")}))
     for name, split in itertools.product(flags.tasks, SPLITS):
@@ -290,20 +291,38 @@ def open_run(args: argparse.Namespace) -> Run:
     """A new run, or the one to resume."""
     folder, data = args.runs / args.name, data_files(args)
     if not args.resume:
-        return Run.create(folder, args, data)
+        return Run.create(folder, args, data, model_revision=revision_of(args.model))
     unused = [f"{name}_" for name in TASKS if name not in args.tasks]
     unused += [f"{name}_train" for name in args.tasks if name not in args.train_tasks]
     of_unused = {key for key in vars(args) if key.startswith(tuple(unused))}
+    upgrade = functools.partial(upgraded, source=folder / "args.json")
     extend = functools.partial(shared_flags.check_extension, args)
-    return Run.resume(folder, with_branches(args), upgraded, data, MAY_DIFFER | of_unused, extend)
+    return Run.resume(
+        folder, with_branches(args), upgrade, data, MAY_DIFFER | of_unused, extend,
+        model_revision=revision_of(args.model),
+    )  # fmt: skip
 
 
-def upgraded(stored: dict[str, Any]) -> dict[str, Any]:
-    """The flags of a run as today's suite would write them.
+def checked(stored: dict[str, Any], source: Path) -> dict[str, Any]:
+    """Return the flags of a run if they are values that the command line takes too. source: their file."""
+    check_stored(parser(), stored, source)
+    args = argparse.Namespace(**vars(parser().parse_args([])) | stored)
+    try:
+        for name in complete(args).tasks:
+            losses_of(args, name)
+        smart.parts_of(args.regularizer)
+        losses.build_weighting(args, [TASKS[name] for name in args.tasks])
+    except InputError as error:
+        raise InputError(f"{source}: {error}") from error
+    return stored
+
+
+def upgraded(stored: dict[str, Any], source: Path = Path("args.json")) -> dict[str, Any]:
+    """The flags of a run as today's suite would write them. source: their file, for messages.
 
     The run may be older than some flags and tasks. Flags without an effect have today's defaults.
     """
-    flags = complete(argparse.Namespace(**vars(parser().parse_args([])) | stored))
+    flags = complete(argparse.Namespace(**vars(parser().parse_args([])) | checked(stored, source)))
     for action, _ in parser().idle_flags(flags):
         setattr(flags, action.dest, action.default)
     return vars(with_branches(flags))

@@ -15,8 +15,6 @@ import json
 import os
 import pickle
 import urllib.request
-import zipfile
-import zlib
 from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
@@ -32,7 +30,7 @@ from base_bert import verify_sha256
 from flags import ALWAYS, ArgumentParser, chosen, number
 from tasks import Encoded
 from tokenizer import BertTokenizer
-from utils import InputError, atomic_path, warn, writable_directory
+from utils import InputError, atomic_path, read_arrays, warn, writable_directory
 
 if TYPE_CHECKING:  # NLTK takes a second to import, so it is imported only if tags are needed
     from nltk.tag.perceptron import PerceptronTagger
@@ -273,12 +271,12 @@ def _read_words(path: Path, texts: int) -> Words | None:
     if not path.is_file():
         return None
     try:
-        with np.load(path, allow_pickle=False) as file:
-            words = Words(*(file[name] for name in Words._fields))
+        arrays = read_arrays(path)
+        words = Words(*(arrays[name] for name in Words._fields))
         if len(words.counts) != texts or {len(part) for part in words[1:]} != {words.counts.sum()}:
             raise ValueError("its sizes do not fit")
         return words
-    except (OSError, ValueError, KeyError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         warn(f"{path}: the stored tags are damaged ({error}). Tagging the texts again.")
         return None
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -32,14 +32,14 @@ import distributed
 import heads
 import optimizer
 import shared_flags
-from base_bert import copy_tensors, find_checkpoint, modern_name, read_weights
+from base_bert import copy_tensors, find_checkpoint, modern_name, read_weights, revision_of
 from bert import BertModel
 from checkpoints import STATE
 from config import ACTIVATIONS
 from corpus import HELD_OUT_SEED, IGNORED, Corpus, Documents, Masking, Pair, PairCorpus
 from datasets import Source, endless_batches
 from distributed import World, local_sentences
-from flags import ALWAYS, ArgumentParser, Need, Switch, number, parse_spec
+from flags import ALWAYS, ArgumentParser, Need, Switch, check_stored, number, parse_spec
 from losses import at_least_float32, same_meaning, simcse_scores, without_excluded
 from runs import Run, shared_run
 from tasks import PARA, TASKS, Batch, Output, stack
@@ -339,9 +339,15 @@ def open_run(args: argparse.Namespace) -> Run:
     """A new run, or the one to resume."""
     folder = args.runs / args.name
     if not args.resume:
-        return Run.create(folder, args, data_files(args))
-    defaults, extend = vars(parser().parse_args([])), partial(shared_flags.check_extension, args)
-    return Run.resume(folder, args, lambda stored: defaults | stored, data_files(args), MAY_DIFFER, extend)
+        return Run.create(folder, args, data_files(args), model_revision=revision_of(args.model))
+
+    def upgraded(stored: dict[str, Any]) -> dict[str, Any]:
+        """The flags of a run that may be older than some of them."""
+        return vars(parser().parse_args([])) | check_stored(parser(), stored, folder / "args.json")
+
+    extend = partial(shared_flags.check_extension, args)
+    revision = revision_of(args.model)
+    return Run.resume(folder, args, upgraded, data_files(args), MAY_DIFFER, extend, model_revision=revision)
 
 
 def build_trainer(args: argparse.Namespace, model: PretrainingBERT, precision: Precision, total_steps: int) -> Trainer:

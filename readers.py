@@ -4,6 +4,7 @@ A row that cannot be used is skipped, counted and named; a row that breaks the f
 generators, so a file of any length is streamed.
 """
 
+import contextlib
 import csv
 import dataclasses
 import gzip
@@ -109,7 +110,7 @@ def read_handout(task: Task, path: Path, labeled: bool) -> Iterator[Row | str]:
 
 
 def _check_header(table: csv.DictReader, path: Path, wanted: list[str], what: str) -> None:
-    absent = [name for name in wanted if name not in (table.fieldnames or ())]
+    absent = [name for name in wanted if name not in _header(table, path)]
     if absent:
         separated = "tab" if table.reader.dialect.delimiter == "\t" else "comma"
         raise InputError(
@@ -117,6 +118,19 @@ def _check_header(table: csv.DictReader, path: Path, wanted: list[str], what: st
             f"{', '.join(absent)} not found. Check that this is {what}; a file in another format needs the reader's "
             "name in front of its path, as in snli:FILE."
         )
+
+
+def _header(table: csv.DictReader, path: Path) -> list[str]:
+    """The names in the first line, which is read here."""
+    try:
+        return list(table.fieldnames or ())
+    except csv.Error as error:  # where quoting is strict
+        raise _bad_quotes(path, 1, error) from error
+
+
+def _bad_quotes(path: Path, line: int, error: csv.Error) -> InputError:
+    rule = "quotation marks must be doubled inside a field and closed at its end"
+    return InputError(f"{path} line {line}: {rule}; {error}. Fix the row.")
 
 
 def _placed(table: csv.DictReader, path: Path) -> Iterator[tuple[str, int, dict[str, str | None]]]:
@@ -130,10 +144,7 @@ def _placed(table: csv.DictReader, path: Path) -> Iterator[tuple[str, int, dict[
             place = f"{path} line {first}" if first == last else f"{path} lines {first} to {last}"
             yield place, first, record
     except csv.Error as error:  # where quoting is strict
-        raise InputError(
-            f"{path} line {last + 1}: quotation marks must be doubled inside a field and closed at its end; {error}. "
-            "Fix the row."
-        ) from error
+        raise _bad_quotes(path, last + 1, error) from error
 
 
 def _parse(
@@ -182,9 +193,9 @@ def text_lines(path: Path, source: str = "Check the path.") -> Iterator[str]:
                 if "\0" in line:
                     raise InputError(f"{path} line {number}: must be text, found a NUL byte. Is the file damaged?")
                 yield line
-    except UnicodeDecodeError:
-        _refuse_bad_bytes(path)
-        raise
+    except UnicodeDecodeError as error:
+        line, byte = _first_bad_byte(path)
+        raise InputError(f"{path} line {line}: must be UTF-8, found {byte}. Convert the file to UTF-8.") from error
     except (OSError, EOFError, zlib.error) as error:  # the last two for a truncated or damaged .gz
         raise InputError(f"{path}: cannot be read; {getattr(error, 'strerror', None) or error}. {source}") from error
 
@@ -203,17 +214,16 @@ def _open(path: Path, mode: str, **options: str) -> IO:
     return gzip.open(path, mode, **options) if path.suffix == ".gz" else path.open(mode, **options)
 
 
-def _refuse_bad_bytes(path: Path) -> None:
-    """Name the line that is not UTF-8; the decoder, which reads in blocks, does not know lines."""
-    with _open(path, "rb") as file:
+def _first_bad_byte(path: Path) -> tuple[int, str]:
+    """Find the line that is not UTF-8, and its byte; the decoder, which reads in blocks, does not know lines."""
+    number = 1
+    with contextlib.suppress(OSError, EOFError, zlib.error), _open(path, "rb") as file:  # of a damaged .gz
         for number, line in enumerate(file, 1):
             try:
                 line.decode("utf-8")
             except UnicodeDecodeError as error:
-                byte = f"0x{line[error.start]:02x}"
-                raise InputError(
-                    f"{path} line {number}: must be UTF-8, found byte {byte}. Convert the file to UTF-8."
-                ) from error
+                return number, f"byte 0x{line[error.start]:02x}"
+    return number, "other bytes"
 
 
 # --- other formats, as training data ----------------------------------------------------------------------------------
@@ -332,9 +342,7 @@ def read_tsv(task: Task, path: Path, labeled: bool) -> Iterator[Row | str]:
     """
     table = csv.DictReader(_data_lines(path, "Check the path."), delimiter="\t", quoting=csv.QUOTE_NONE)
     own = task.label_column
-    label = next(
-        (name for name in (own, "score", "label") if name in (table.fieldnames or ())), f"{own} (or score, label)"
-    )
+    label = next((name for name in (own, "score", "label") if name in _header(table, path)), f"{own} (or score, label)")
     wanted = [*task.text_columns, label]
     _check_header(table, path, wanted, "a file of pairs")
     pairs = dataclasses.replace(task, label_column=label)

@@ -27,7 +27,7 @@ import torch
 
 import console
 from distributed import World
-from utils import TEMPORARY, InputError, could_not_write, sha256_of, writable_directory, write_text
+from utils import TEMPORARY, InputError, could_not_write, read_json, sha256_of, writable_directory, write_text
 
 PACKAGES = ("numpy", "numba", "tokenizers")  # a run records their versions, and torch's
 TRAINING_SCRIPTS = ("classifier.py", "multitask_classifier.py", "pretrain.py")  # scripts with --resume
@@ -189,15 +189,14 @@ class Run:
 
     @property
     def facts(self) -> dict[str, Any]:
+        """The contents of args.json, with the flags under `args`; flags.check_stored checks each of them."""
         path = self.folder / "args.json"
-        try:
-            facts = json.loads(path.read_text(encoding="utf-8"))
-            if not all(isinstance(facts[table], dict) for table in ("args", "data_sha256")):
-                raise TypeError("it has no table of flags")
-            return facts
-        except (ValueError, KeyError, TypeError) as error:
-            reason = f"{error} is missing" if isinstance(error, KeyError) else error
-            raise InputError(f"{path}: must be JSON with a run's flags; {reason}. Train the run again.") from error
+        facts = read_json(path, "JSON with a run's flags", "Train the run again.")
+        wrong = [table for table in ("args", "data_sha256") if not isinstance(facts.get(table), dict)]
+        if wrong or not all(isinstance(value, str | None) for value in facts["data_sha256"].values()):
+            problem = f"{wrong[0]} is not a table" if wrong else "data_sha256 has a value that is not text"
+            raise InputError(f"{path}: must be JSON with a run's flags; {problem}. Train the run again.")
+        return facts
 
     @property
     def finished(self) -> bool:
@@ -206,12 +205,11 @@ class Run:
 
     def scores(self) -> dict[str, float]:
         """The best epoch's scores of a finished run."""
-        path = self.folder / "dev.json"
-        try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-            return {str(name): float(value) for name, value in found.items()}
-        except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-            raise InputError(f"{path}: must be JSON with the run's scores; {error}. Train the run again.") from error
+        path, rule = self.folder / "dev.json", "JSON with the run's scores"
+        found = read_json(path, rule, "Train the run again.")
+        if not all(isinstance(value, int | float) for value in found.values()):
+            raise InputError(f"{path}: must be {rule}, found a value that is not a number. Train the run again.")
+        return found
 
     # The log
 

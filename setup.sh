@@ -7,6 +7,10 @@
 # On a GPU machine it picks the torch that fits the NVIDIA driver (docs/GPU.md).
 
 STARTER_REPOSITORY=https://github.com/timothydai/minbert-default-final-project.git
+# Which commit of it: set STARTER_COMMIT to a full commit hash to pin the course's data; empty means the newest commit.
+# Either way, data/course-data.sha256 lists the sums of the files whose contents are known (SST and STS, and CFIMDB's dev
+# and test files), and a file with another sum is reported. The other files, among them Quora's, are not checked.
+STARTER_COMMIT=${STARTER_COMMIT:-}
 
 _minbert_say() { printf 'setup: %s\n' "$*" >&2; }
 
@@ -82,21 +86,47 @@ _minbert_install() {
   cp "$file" "$stamp"
 }
 
+_minbert_check_course_data() {
+  # Compares the files in data/ with the list of their sha256; reports a difference and changes nothing.
+  local root=$1
+  [ -f "$root/data/course-data.sha256" ] || return 0
+  python - "$root/data" <<'END' >&2
+import hashlib, pathlib, sys
+
+folder = pathlib.Path(sys.argv[1])
+for line in (folder / "course-data.sha256").read_text().splitlines():
+    if line and not line.startswith("#"):
+        expected, name = line.split()
+        path = folder / name
+        if path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() != expected:
+            print(
+                f"setup: warning: {path} differs from the copy that this project was tested with (sha256 {expected[:16]}...). "
+                "If you did not change it, remove it and run setup.sh --course-data again."
+            )
+END
+}
+
 _minbert_course_data() {
   local root=$1 folder
   if [ -s "$root/data/ids-sst-train.csv" ]; then
     _minbert_say "the course's data is already in data/"
+    _minbert_check_course_data "$root"
     return 0
   fi
   folder=$(mktemp -d)
-  if ! GIT_TERMINAL_PROMPT=0 git clone --quiet --depth 1 "$STARTER_REPOSITORY" "$folder/starter" 2>"$folder/error"; then
+  if ! {
+    git init --quiet "$folder/starter" &&
+      GIT_TERMINAL_PROMPT=0 git -C "$folder/starter" fetch --quiet --depth 1 "$STARTER_REPOSITORY" "${STARTER_COMMIT:-HEAD}" &&
+      git -C "$folder/starter" checkout --quiet FETCH_HEAD
+  } 2>"$folder/error"; then
     _minbert_say "could not fetch the course's data: $(tail -n 1 "$folder/error"). Check the network connection, or copy the starter's data/*.csv into data/ yourself. data/sample works without it."
     rm -rf "$folder"
     return 1
   fi
   cp -n "$folder"/starter/data/*.csv "$root/data/"
+  _minbert_say "copied the course's data into data/, from commit $(git -C "$folder/starter" rev-parse HEAD)"
   rm -rf "$folder"
-  _minbert_say "copied the course's data into data/"
+  _minbert_check_course_data "$root"
 }
 
 _minbert_setup() {

@@ -32,7 +32,7 @@ def add_option(parser: ArgumentParser) -> None:
 def add_most_used(parser: ArgumentParser, epochs: int) -> None:
     add = parser.section("most used")
     add("--model", default="bert-base-uncased", needs=ALWAYS, metavar="NAME",
-        help="minilm, a hub id, or the directory of a checkpoint or run")  # fmt: skip
+        help="minilm, a hub id (or HUB_ID@COMMIT), or the directory of a checkpoint or run")  # fmt: skip
     add("--data", type=Path, default=Path("data"), needs=ALWAYS,
         help="directory with the course's files; data/sample comes with the project")  # fmt: skip
     add("--epochs", type=number(int, 1, 1000), default=epochs, needs=ALWAYS, metavar="N", help="passes over the data")

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from base_bert import find_checkpoint, read_config
 from config import BertConfig
-from utils import InputError, write_text
+from utils import InputError, read_json, write_text
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
@@ -29,7 +29,10 @@ def read_vocabulary(folder: Path) -> list[str]:
     if lines.is_file():
         return lines.read_text(encoding="utf-8").rstrip("\n").split("\n")
     if whole.is_file():
-        pieces = _read_json(whole)["model"]["vocab"]
+        model = _read_json(whole).get("model")
+        pieces = model.get("vocab") if isinstance(model, dict) else None
+        if not isinstance(pieces, dict) or not all(type(number) is int for number in pieces.values()):
+            raise ValueError("tokenizer.json has no model.vocab from word pieces to ids")
         if sorted(pieces.values()) != list(range(len(pieces))):
             raise ValueError("the ids in tokenizer.json are not 0, 1, 2, ...")
         return sorted(pieces, key=pieces.get)
@@ -37,7 +40,18 @@ def read_vocabulary(folder: Path) -> list[str]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8"))
+    return read_json(path, "JSON that describes a tokenizer", "Copy it again.")
+
+
+def _settings(path: Path) -> tuple[bool, float]:
+    """Whether to lowercase and the largest number of tokens, from tokenizer_config.json, or the defaults."""
+    settings = _read_json(path) if path.is_file() else {}
+    lowercase, most = settings.get("do_lower_case", True), settings.get("model_max_length") or math.inf
+    if not isinstance(lowercase, bool):
+        raise ValueError(f"do_lower_case must be true or false, found {lowercase!r:.80}")
+    if not isinstance(most, int | float) or isinstance(most, bool):
+        raise ValueError(f"model_max_length must be a number, found {most!r:.80}")
+    return lowercase, most
 
 
 class BatchEncoding(dict):
@@ -99,26 +113,25 @@ class BertTokenizer:
         folder = find_checkpoint(name, local_files_only=local_files_only)
         shape = read_config(folder) if (folder / "config.json").is_file() else BertConfig()
         try:
-            path = folder / "tokenizer_config.json"
-            settings = _read_json(path) if path.is_file() else {}
+            lowercase, longest = _settings(folder / "tokenizer_config.json")
             vocabulary = read_vocabulary(folder)
             if len(vocabulary) > shape.vocab_size:
                 raise InputError(
                     f"its {len(vocabulary)} word pieces must fit a vocab_size of {shape.vocab_size}. Use the "
                     "vocabulary and the config.json of one checkpoint."
                 )
-            most = int(min(shape.max_position_embeddings, settings.get("model_max_length") or math.inf))
+            most = int(min(shape.max_position_embeddings, longest))
             if most < 4:
                 raise ValueError(f"model_max_length must be at least 4, found {most}")
             return cls(
                 vocabulary,
-                lowercase=settings.get("do_lower_case", True),
+                lowercase=lowercase,
                 max_length=min(max_length or most, most),
                 model_max_length=most,
             )
         except InputError as error:
             raise InputError(f"{folder}: {error}") from error
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, OSError) as error:
             raise InputError(f"{folder}: its tokenizer files are damaged ({error}). Copy them again.") from error
 
     def encode_all(self, sentences: list[str], pairs: list[str] | None = None) -> list[tokenizers.Encoding]:

@@ -5,6 +5,8 @@ import ctypes
 import errno
 import hashlib
 import itertools
+import json
+import math
 import os
 import secrets
 import shutil
@@ -12,9 +14,10 @@ import subprocess
 import sys
 import tempfile
 import warnings
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import IO, Any, ClassVar
 
 import numpy as np
 import torch
@@ -27,8 +30,20 @@ import interruption
 # --- errors and messages ----------------------------------------------------------------------------------------------
 
 
+LONGEST_MESSAGE = 1000  # characters; what is found in a damaged file can have any length
+
+
 class InputError(ValueError):
-    """A mistake that the user can fix; one line: what, rule, found, remedy. Scripts print it and exit with status 2."""
+    """A mistake that the user can fix; one line: what, rule, found, remedy. Scripts print it and exit with status 2.
+
+    What was found may come from a damaged file: line ends and control characters are escaped, so that the message stays
+    one line and cannot drive the terminal, and a message that is too long loses its middle.
+    """
+
+    def __init__(self, message: object):
+        text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(message))
+        half = LONGEST_MESSAGE // 2 - 5
+        super().__init__(text if len(text) <= LONGEST_MESSAGE else f"{text[:half]} [...] {text[-half:]}")
 
 
 def warn(message: str) -> None:
@@ -297,6 +312,78 @@ def digest(value: Any) -> str:
 
     feed(value)
     return checksum.hexdigest()
+
+
+def read_json(path: Path, rule: str, remedy: str) -> dict[str, Any]:
+    """Read a JSON file that must contain an object. Whatever else is in the file is an InputError.
+
+    rule: completes "FILE: must be ...", such as "JSON with a run's flags". remedy: the error's last sentence. NaN and
+    infinities, which are not JSON, are refused, and so is a number like 1e999 that does not fit a float.
+    """
+    try:
+        return parse_json(path.read_bytes().decode("utf-8-sig"))
+    except (OSError, ValueError) as error:  # a UnicodeDecodeError is a ValueError
+        reason = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else error
+        reason = getattr(error, "strerror", None) or reason
+        raise InputError(f"{path}: must be {rule}; {reason}. {remedy}") from error
+
+
+def parse_json(text: str) -> dict[str, Any]:
+    """Parse text that must be a JSON object; a ValueError with a short message if it is anything else."""
+
+    def finite(number: str) -> float:
+        value = float(number)
+        if not math.isfinite(value):
+            raise ValueError(f"numbers must be finite, found {number[:20]}")
+        return value
+
+    try:
+        value = json.loads(text, parse_float=finite, parse_constant=finite)
+        if "\\ud" in text.lower():  # perhaps half a character (a lone surrogate), which nothing can encode
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ValueError("it contains half a character, a lone surrogate") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{error.msg} (line {error.lineno}, column {error.colno})") from error
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"it is a {type(value).__name__}, not an object")
+    return value
+
+
+MOST_INFLATED = 1100  # bytes from one compressed byte; deflate cannot give more than 1032
+
+
+def read_arrays(path: Path) -> dict[str, np.ndarray]:
+    """Read all arrays of an .npz file; a ValueError or OSError if it is anything else.
+
+    The shape and type that an array declares are compared with the size of the file before memory is allocated for it.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            size = path.stat().st_size
+            for entry in archive.infolist():
+                with archive.open(entry) as file:
+                    _check_header(file, entry.file_size, MOST_INFLATED * size)
+        with np.load(path, allow_pickle=False) as file:
+            return {name: file[name] for name in file.files}
+    except OSError:
+        raise
+    except Exception as error:  # zipfile, zlib, struct, ast and tokenize each raise their own kind for a damaged file
+        raise ValueError(f"{error!s:.100}" or type(error).__name__) from error
+
+
+def _check_header(file: IO[bytes], size: int, most: int) -> None:
+    """Refuse an array of Python objects, or one that does not have exactly the size of its entry in the archive."""
+    version = np.lib.format.read_magic(file)
+    readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+    if version not in readers:
+        raise ValueError(f"its format {version} is not known")
+    shape, _, dtype = readers[version](file)
+    declared = math.prod(shape) * dtype.itemsize
+    if dtype.hasobject or min(shape, default=0) < 0 or declared != size - file.tell() or declared > most:
+        raise ValueError(f"shape {shape!s:.40} of {dtype!s:.20} does not fit the file")
 
 
 @contextlib.contextmanager

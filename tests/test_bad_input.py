@@ -299,7 +299,7 @@ def test_a_pickle_that_is_no_table_of_tensors_is_refused(
     [
         ("{broken", "must be a JSON file that describes a BERT"),
         ("\N{LATIN SMALL LETTER E WITH ACUTE}".encode("latin-1"), "must be a JSON file that describes a BERT"),
-        ("[1, 2]", "model_type must be 'bert', found 'list'"),
+        ("[1, 2]", "must be a JSON file that describes a BERT; it is a list, not an object"),
         ('{"model_type": "gpt2"}', "model_type must be 'bert', found 'gpt2'"),
         ('{"model_type": "bert"}', "a BERT config must state hidden_size, num_hidden_layers, vocab_size"),
         ('{"model_type": "bert", "is_decoder": true}', "is_decoder must be false, found true. Choose the checkpoint"),

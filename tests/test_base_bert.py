@@ -205,7 +205,7 @@ def test_bert_large_has_the_names_and_shapes_of_transformers(tmp_path: Path) -> 
     config = transformers.BertConfig(**LARGE, num_hidden_layers=24)
     config.save_pretrained(tmp_path)
     with torch.device("meta"):  # only the shapes, without memory or time
-        ours = BertModel(BertConfig.from_file(tmp_path / "config.json"))
+        ours = BertModel(base_bert.read_config(tmp_path))
         theirs = transformers.BertModel(config)
     shapes = {base_bert.published_name(name): p.shape for name, p in ours.named_parameters()}
     assert shapes == {name: p.shape for name, p in theirs.named_parameters()}
@@ -228,7 +228,7 @@ def test_an_unsupported_config_is_refused(tiny_checkpoint: Path, tmp_path: Path,
     values = json.loads((tiny_checkpoint / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(values | change))
     with pytest.raises(ValueError, match=named):
-        BertConfig.from_file(tmp_path / "config.json")
+        base_bert.read_config(tmp_path)
     with pytest.raises(InputError, match=named):
         BertModel.from_pretrained(str(tmp_path))
 

@@ -517,7 +517,7 @@ def assert_refused(finished: Finished, tmp_path: Path, *parts: object) -> None:
 
 def changed(path: Path, **arrays: Callable[[np.ndarray], np.ndarray]) -> None:
     with np.load(path) as file:
-        given = dict(file)
+        given = {name: file[name] for name in file if name != "sha256"}  # as older versions wrote it
     np.savez(path, **given | {name: change(given[name]) for name, change in arrays.items()})
 
 
@@ -560,7 +560,7 @@ BROKEN = {
     "empty": (lambda path: path.write_bytes(b""), "cannot be read as logits; "),
     "no labels": (
         lambda path: np.savez(path, ids=np.array(["a"]), logits=np.zeros((1, 5))),
-        "labels is not a file in the archive",
+        "'labels' is not there",
     ),
     "other shape": (
         lambda path: changed(path, logits=lambda x: x[:, :3]),

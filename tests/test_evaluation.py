@@ -310,7 +310,7 @@ def test_logits_make_the_round_trip(labels: np.ndarray | None, tmp_path: Path):
     logits = np.array([[0.1, -2.5], [1e-30, 3.0]], dtype=np.float32)
     write_logits(tmp_path / "dev.npz", Predictions(["a1", "b2"], logits, logits.argmax(1), labels))
     with np.load(tmp_path / "dev.npz", allow_pickle=False) as found:
-        assert set(found) == {"ids", "logits"} | ({"labels"} if labels is not None else set())
+        assert set(found) == {"ids", "logits", "sha256"} | ({"labels"} if labels is not None else set())
         assert found["ids"].tolist() == ["a1", "b2"]
         assert found["logits"].dtype == np.float32
         assert np.array_equal(found["logits"], logits)

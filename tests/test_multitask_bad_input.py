@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import multitask_classifier
 import multitask_flags
+from utils import digest
 
 A_REMEDY = re.compile(r"[.?)] [A-Z]\w+ ")  # another sentence after the found value
 FILES = {"sst": "ids-sst", "para": "quora", "sts": "sts"}
@@ -440,7 +441,7 @@ def test_an_unknown_recipe_is_refused(classify: Classify, tmp_path: Path):
     [
         ("--epochs 1\n--learning_rate 3  # no such flag\n", "unknown flag --learning_rate."),
         ("--combiner pcgrod\n", "found 'pcgrod'. Did you mean pcgrad?"),
-        ("pcgrad\n", "unexpected argument 'pcgrad': it belongs to no flag."),
+        ("pcgrad\n", "recipe.txt line 1 is not a flag. A recipe must consist of flags and their values;"),
         ("--lr\n", "--lr: expected one argument"),
     ],
 )

@@ -1,6 +1,7 @@
 """A submission is complete and valid, or every problem is reported on a line of its own and no zip is written."""
 
 import shutil
+import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
@@ -124,6 +125,83 @@ def test_predictions_can_be_checked_against_the_sample_data(
     assert len(problems) == 2 * 14, "for each file 150 missing ids and 6 unknown ones"
     assert all("150 missing" in p for p in problems[::2])
     assert all("6 unknown" in p for p in problems[1::2])
+
+
+# --- what is packed ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def project(here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the files of the project that are packed, in place of the real ones."""
+    root = here / "project"
+    for name in code_of_the_project():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, root / name)
+    monkeypatch.setattr(prepare_submit, "ROOT", root)
+    return root
+
+
+def packed(here: Path) -> set[str]:
+    with zipfile.ZipFile(here / NAME) as archive:
+        return {name for name in archive.namelist() if not name.startswith("predictions/")}
+
+
+def test_every_top_level_file_of_the_project_is_on_the_list() -> None:
+    listed = subprocess.run(["git", "-C", str(ROOT), "ls-files", "*.py"], capture_output=True, text=True)
+    files = listed.stdout.split() if listed.returncode == 0 else [path.name for path in ROOT.glob("*.py")]
+    top = sorted(name for name in files if "/" not in name)
+    assert sorted(prepare_submit.SCRIPTS) == top, "add a new file to SCRIPTS in prepare_submit.py"
+
+
+def test_a_file_that_is_not_the_projects_is_packed_only_if_it_is_included(
+    here: Path, project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+):
+    (project / "passwords.py").write_text("secret = 1\n")
+    (here / "extra.py").write_text("x = 1\n")
+    prepare(monkeypatch)
+    assert packed(here) == code_of_the_project()
+    note = "note: not files of the project, so left out: passwords.py. --include FILE packs one.\n"
+    assert capsys.readouterr().err == note
+    prepare(monkeypatch, "--include", project / "passwords.py", here / "extra.py")
+    assert packed(here) == code_of_the_project() | {"passwords.py", "extra.py"}
+    assert capsys.readouterr().err == ""
+
+
+def test_an_included_file_must_exist_be_no_link_and_have_a_name_of_its_own(
+    here: Path, project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+):
+    (here / "link.py").symlink_to("/etc/passwd")
+    assert "must be a file, found a link." in refuse(monkeypatch, capsys, "--include", here / "link.py")[0]
+    assert "must be a file, found none." in refuse(monkeypatch, capsys, "--include", here / "absent.py")[0]
+    (here / "bert.py").write_text("other\n")
+    with pytest.raises(InputError, match=r"the project has another bert\.py already"):
+        prepare(monkeypatch, "--include", here / "bert.py")
+    assert not (here / NAME).exists()
+
+
+def test_links_and_hidden_files_are_not_packed(
+    here: Path, project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+):
+    (project / "recipes" / ".cache").mkdir()
+    (project / "recipes" / ".cache" / "x.txt").write_text("hidden")
+    (project / "recipes" / "link.txt").symlink_to("/etc/passwd")
+    (here / "elsewhere").mkdir()
+    (here / "elsewhere" / "y.txt").write_text("private")
+    (project / "recipes" / "folder").symlink_to(here / "elsewhere")
+    prepare(monkeypatch)
+    assert packed(here) == code_of_the_project()
+    assert "note: links are not packed, so left out: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["project/bert.py", f"predictions/{min(ALL)}"])
+def test_a_required_file_that_is_a_link_is_refused(
+    name: str, here: Path, project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+):
+    path = here / name
+    path.rename(here / "moved")
+    path.symlink_to(here / "moved")
+    (problem,) = refuse(monkeypatch, capsys)
+    assert problem.endswith(f"{path.name}: must be a file, found a link. Replace it by a copy of the file.")
 
 
 # --- defects ----------------------------------------------------------------------------------------------------------
@@ -275,7 +353,7 @@ def test_a_failure_while_packing_leaves_the_earlier_zip(here: Path, monkeypatch:
         return read(path)
 
     monkeypatch.setattr(Path, "read_bytes", failing)
-    with pytest.raises(InputError, match=rf"--output {NAME}: could not be written; .*No space left"):
+    with pytest.raises(InputError, match=rf"{NAME}: could not be written \(No space left on device\)"):
         prepare(monkeypatch)
     monkeypatch.undo()
     assert (here / NAME).read_bytes() == b"an earlier one"

@@ -1,6 +1,7 @@
 """The house rules: who imports whom, what the README promises, what may not be committed."""
 
 import ast
+import hashlib
 import os
 import re
 import shutil
@@ -9,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import COURSE_TASKS, ROOT, run_script
+from conftest import COURSE_FILES, COURSE_TASKS, ROOT, run_script
 
 import benchmark
 import classifier
@@ -347,6 +348,53 @@ def test_course_data_is_copied_from_the_starter_repository(copy_with_environment
     assert (copy_with_environment / "data" / "sts-dev.csv").read_text() == "mine"
     again = bash("./setup.sh --course-data", copy_with_environment)
     assert "already" in again.stderr
+
+
+def commit_all(folder: Path) -> str:
+    """Commit everything in the folder, and return the commit."""
+    identity = "-c user.name=t -c user.email=t@example.invalid"
+    done = bash(f"git init -q . && git add -A && git {identity} commit -qm data && git rev-parse HEAD", folder)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_the_course_data_is_that_of_the_pinned_commit_and_its_sums_are_compared(copy_with_environment: Path) -> None:
+    starter, data = copy_with_environment.parent / "starter", copy_with_environment / "data"
+    (starter / "data").mkdir(parents=True)
+    (starter / "data" / "ids-sst-train.csv").write_text("old\n")
+    old = commit_all(starter)
+    (starter / "data" / "ids-sst-train.csv").write_text("new\n")
+    commit_all(starter)
+    sums = {text: hashlib.sha256(f"{text}\n".encode()).hexdigest() for text in ("old", "new")}
+    lines = ["# a comment", f"{sums['old']}  ids-sst-train.csv", f"{sums['old']}  sts-dev.csv"]
+    (data / "course-data.sha256").write_text("\n".join(lines) + "\n")
+    script = copy_with_environment / "setup.sh"
+    script.write_text(re.sub(r"https://github\.com/\S+", str(starter), script.read_text()))
+    pinned = bash("./setup.sh --course-data", copy_with_environment, STARTER_COMMIT=old)
+    assert (data / "ids-sst-train.csv").read_text() == "old\n", pinned.stderr
+    assert f"from commit {old}" in pinned.stderr
+    assert "warning" not in pinned.stderr
+    (data / "ids-sst-train.csv").unlink()
+    newest = bash("./setup.sh --course-data", copy_with_environment)
+    again = bash("./setup.sh --course-data", copy_with_environment)
+    assert (data / "ids-sst-train.csv").read_text() == "new\n", "a file that differs is kept"
+    for result in (newest, again):
+        assert result.returncode == 0
+        assert result.stderr.count("setup: warning: ") == 1
+        assert "ids-sst-train.csv differs from the copy that this project was tested with" in result.stderr
+
+
+def test_the_list_of_sums_has_files_of_the_course() -> None:
+    lines = (ROOT / "data" / "course-data.sha256").read_text().splitlines()
+    sums = dict(reversed(line.split()) for line in lines if not line.startswith("#"))
+    assert set(sums) < set(COURSE_FILES)
+    assert all(re.fullmatch(r"[0-9a-f]{64}", value) for value in sums.values())
+
+
+def test_the_course_data_has_the_listed_sums(course_data: Path) -> None:
+    lines = (ROOT / "data" / "course-data.sha256").read_text().splitlines()
+    for expected, name in (line.split() for line in lines if not line.startswith("#")):
+        assert hashlib.sha256((course_data / name).read_bytes()).hexdigest() == expected, name
 
 
 # --- docs/PITFALLS.md -------------------------------------------------------------------------------------------------
