@@ -26,7 +26,7 @@ import multitask_classifier
 import multitask_flags
 import sweep
 import trials
-from study import PRUNERS, SEARCHES, alone, read_space, tpe
+from study import PRUNERS, SEARCHES, read_space, tpe
 from trials import read_flags, with_trials
 from utils import InputError
 
@@ -602,14 +602,6 @@ def test_a_study_with_other_data_is_refused(run_sweep: Sweep, trained: Callable,
     path = task_files / "sts-dev.csv"
     path.write_text(path.read_text().replace("bright", "dark"))
     assert f"s.db: {path} changed since. Give the same data, or another --study." in the_error(run_sweep(*TWO_LISTS))
-
-
-def test_a_second_sweep_on_the_same_study_is_refused(run_sweep: Sweep, trained: Callable, tmp_path: Path) -> None:
-    trained(of_nine)
-    with alone(tmp_path / "s.db"):
-        error = the_error(run_sweep(*TWO_LISTS))
-    assert "another sweep.py is working on it. Wait until it ends, or use another --study." in error
-    assert run_sweep(*TWO_LISTS, "--trials", "1").status == 0
 
 
 @pytest.mark.parametrize("place", ["runs/s-0", "s.png", "s-best.txt"])
