@@ -50,8 +50,9 @@ BROKEN = (  # what Optuna and SQLAlchemy raise on reading a study that something
 
 
 def first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0][:200]
+    """An error as part of a line; it may quote what it found in the study."""
+    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return "".join(c if c.isprintable() else "?" for c in line[:200])
 
 
 # --- locks ------------------------------------------------------------------------------------------------------------
@@ -188,7 +189,7 @@ class StudyFile:
                 _refuse_plot(self)
                 self._create(facts)
             self._check_copy(args, facts)
-            study = _load(self.shown, lambda: _sqlite(self.path), args)
+            study = _load(self.shown, lambda: _sqlite(self.path, checked=True), args)
             locks.fail_dead(study)
         return study, locks
 
@@ -206,8 +207,10 @@ class StudyFile:
             copy = Path(folder) / "copy.db"
             try:
                 _copy_database(self.path, copy)
-            except sqlite3.Error as error:
-                raise InputError(f"--study {self.path}: must be a study's database, but {error}. {remedy}") from error
+            except (sqlite3.Error, UnicodeDecodeError) as error:
+                raise InputError(
+                    f"--study {self.path}: must be a study's database, but {first_line(error)}. {remedy}"
+                ) from error
             except _DamagedError as error:
                 raise InputError(
                     f"--study {self.path}: must be an intact database, but it is damaged. {remedy}"
@@ -236,9 +239,9 @@ def _copy_database(path: Path, copy: Path) -> None:
         entries = list(database.execute("SELECT type, name FROM sqlite_master"))
         if {kind for kind, _ in entries} - {"table", "index"}:
             raise sqlite3.DatabaseError("it has views or triggers")
-        (sound,) = database.execute("PRAGMA integrity_check").fetchone()
-        if sound != "ok":
-            raise _DamagedError
+        for check in ("quick_check", "integrity_check"):  # the second may stop at what the first would have named
+            if database.execute(f"PRAGMA {check}").fetchone() != ("ok",):
+                raise _DamagedError
         database.execute("SELECT count(*) FROM studies")  # without that table, SQLite says so
         database.backup(target)
 
@@ -250,9 +253,11 @@ def _rows_by_table(path: Path) -> dict[str, int]:
         return {name: database.execute(f"SELECT count(*) FROM {quoted[name]}").fetchone()[0] for name in names}
 
 
-def _sqlite(path: Path) -> RDBStorage:
-    url = URL.create("sqlite", database=str(path))
-    return RDBStorage(url.render_as_string(), engine_kwargs={"connect_args": {"timeout": SQLITE_TIMEOUT}})
+def _sqlite(path: Path, checked: bool = False) -> RDBStorage:
+    """Optuna's storage in a file. checked: a copy has been opened, so its tables need no second look."""
+    url = URL.create("sqlite", database=str(path)).render_as_string()
+    wait = {"connect_args": {"timeout": SQLITE_TIMEOUT}}
+    return RDBStorage(url, engine_kwargs=wait, skip_table_creation=checked, skip_compatibility_check=checked)
 
 
 def _close(storage: RDBStorage) -> None:
@@ -455,7 +460,7 @@ def problem_of(trial: FrozenTrial, args: argparse.Namespace) -> str | None:
     killed = known in (TrialState.RUNNING, TrialState.FAIL) and not reason
     partial = killed and set(trial.params) <= set(args.space)  # killed before it had all its values
     if not partial and set(trial.params) != set(args.space):
-        return f"it has the parameters {', '.join(trial.params) or 'none'}"
+        return f"it has the parameters {repr(list(trial.params))[:200]}"
     for key, value in trial.params.items():
         if trial.distributions[key] != args.space[key] or not _contains(args.space[key], value):
             return f"its value of {key} is not one of the search"
@@ -488,7 +493,7 @@ def problem_of_scores(trial: FrozenTrial, args: argparse.Namespace) -> str | Non
             return f"its scores are not numbers for {', '.join(sorted(wanted))}"
     mean = statistics.fmean(map(score_of, by_seed))
     if not _finite(trial.value) or not math.isclose(trial.value, mean, abs_tol=1e-9):
-        return f"its value {trial.value} is not the mean of its scores, {mean:.4f}"
+        return f"its value {repr(trial.value)[:40]} is not the mean of its scores, {mean:.4f}"
     return None
 
 
