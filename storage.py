@@ -50,9 +50,13 @@ BROKEN = (  # what Optuna and SQLAlchemy raise on reading a study that something
 
 
 def first_line(error: BaseException) -> str:
-    """An error as part of a line; it may quote what it found in the study."""
-    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return "".join(c if c.isprintable() else "?" for c in line[:200])
+    """An error as part of a line."""
+    return printable((str(error).strip().splitlines() or [type(error).__name__])[0])
+
+
+def printable(text: str) -> str:
+    """Text from a study, which may be anything, as part of a line."""
+    return "".join(c if c.isprintable() else "?" for c in textwrap.shorten(text, 200, placeholder=" ..."))
 
 
 # --- locks ------------------------------------------------------------------------------------------------------------
@@ -274,8 +278,8 @@ class StudyServer:
     @property
     def shown(self) -> str:
         """The URL without its password and options, which may hold one too."""
-        url = self.url
-        return URL.create(url.drivername, url.username, None, url.host, url.port, url.database).render_as_string()
+        url, scheme = self.url, self.url.drivername.partition("+")[0]
+        return URL.create(scheme, url.username, None, url.host, url.port, url.database).render_as_string()
 
     @property
     def run_prefix(self) -> str:
@@ -499,8 +503,7 @@ def problem_of_scores(trial: FrozenTrial, args: argparse.Namespace) -> str | Non
 
 def _must_match(shown: str, then: dict[str, dict[str, Any]], now: dict[str, dict[str, Any]]) -> None:
     def text(value: Any) -> str:
-        line = " ".join(" ".join(map(str, value)).split() if isinstance(value, list) else str(value).split())
-        return textwrap.shorten(line, 200, placeholder=" ...")  # a study from elsewhere may have anything here
+        return printable(" ".join(map(str, value)) if isinstance(value, list) else str(value))
 
     flags, remedy = then["flags"], "or another --study."
     if flags.get("head") == "linear":  # older studies recorded the default by its name

@@ -10,7 +10,7 @@ import json
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import optuna
@@ -28,6 +28,7 @@ from utils import InputError, sha256_of
 Flags = dict[str, list[str]]  # by destination: a flag and its values, as on a command line
 Point = dict[str, Any]  # a value for every parameter of the search
 Space = dict[str, BaseDistribution]
+Trials = Sequence[FrozenTrial]  # those of a study, as of one moment
 
 # --- the search space -------------------------------------------------------------------------------------------------
 
@@ -156,41 +157,42 @@ class Wait:
     """The answer of a search that has nothing to start until a running trial of another worker ends."""
 
 
-def settled(study: optuna.Study) -> list[FrozenTrial]:
+def settled(trials: Trials) -> list[FrozenTrial]:
     """Trials with a result, including failed ones with a reason; a trial that was killed has none."""
-    return [t for t in study.trials if t.state in (TrialState.COMPLETE, TrialState.PRUNED) or "reason" in t.user_attrs]
+    return [t for t in trials if t.state in (TrialState.COMPLETE, TrialState.PRUNED) or "reason" in t.user_attrs]
 
 
-def running(study: optuna.Study) -> list[FrozenTrial]:
+def running(trials: Trials) -> list[FrozenTrial]:
     """Trials that other workers are training; storage.py has already failed those whose worker is dead."""
-    return study.get_trials(deepcopy=False, states=[TrialState.RUNNING])
+    return [t for t in trials if t.state == TrialState.RUNNING]
 
 
 def _key(point: Point) -> frozenset:
     return frozenset(point.items())
 
 
-def _outcomes(study: optuna.Study) -> dict[frozenset, float]:
+def _outcomes(trials: Trials) -> dict[frozenset, float]:
     """The score of each point; -inf for a pruned or failed trial."""
     return {
-        _key(trial.params): trial.value if trial.state == TrialState.COMPLETE else -math.inf for trial in settled(study)
+        _key(trial.params): trial.value if trial.state == TrialState.COMPLETE else -math.inf
+        for trial in settled(trials)
     }
 
 
-def _first_free(points: Iterable[Point], study: optuna.Study) -> BaseSampler | Wait | None:
+def _first_free(points: Iterable[Point], trials: Trials) -> BaseSampler | Wait | None:
     """The first point without a result that nobody trains; None if all have one."""
-    known, started = _outcomes(study), {_key(trial.params) for trial in running(study)}
+    known, started = _outcomes(trials), {_key(trial.params) for trial in running(trials)}
     left = [point for point in points if _key(point) not in known]
     free = (point for point in left if _key(point) not in started)
     return next(map(FixedPointSampler, free), Wait() if left else None)
 
 
-def grid(args: argparse.Namespace, study: optuna.Study) -> BaseSampler | Wait | None:
+def grid(args: argparse.Namespace, trials: Trials) -> BaseSampler | Wait | None:
     """Every combination of the listed values once, the last parameter fastest (Tlemcani & Sohn, section 3.2)."""
-    return _first_free(corners(args.space), study)
+    return _first_free(corners(args.space), trials)
 
 
-def coordinate(args: argparse.Namespace, study: optuna.Study) -> BaseSampler | Wait | None:
+def coordinate(args: argparse.Namespace, trials: Trials) -> BaseSampler | Wait | None:
     """One parameter after the other, the others at their best values so far (Ramos & Dalmia, section 4.7).
 
     A parameter whose turn has not come has its value from the flags, or the first in its list if that is not listed.
@@ -198,10 +200,10 @@ def coordinate(args: argparse.Namespace, study: optuna.Study) -> BaseSampler | W
     Several workers share the points of one parameter; the next parameter waits until all of them have a result.
     Deviation: none; the best trial for the first parameter is also one for the second, and is not trained again.
     """
-    known, point = _outcomes(study), starting_point(args)
+    known, point = _outcomes(trials), starting_point(args)
     for key, listed in args.space.items():
         stage = {value: point | {key: value} for value in listed.choices}
-        found = _first_free(stage.values(), study)
+        found = _first_free(stage.values(), trials)
         if found is not None:
             return found
         scores = {value: known[_key(candidate)] for value, candidate in stage.items()}
@@ -218,7 +220,7 @@ def starting_point(args: argparse.Namespace) -> Point:
     }
 
 
-def tpe(args: argparse.Namespace, study: optuna.Study) -> BaseSampler:
+def tpe(args: argparse.Namespace, trials: Trials) -> BaseSampler:
     """Tree-structured Parzen estimator (Bergstra et al. 2011, section 4); the first ten trials are random.
 
     The seed of each trial depends on the number of settled and running ones, so a study that was stopped draws the same
@@ -226,22 +228,27 @@ def tpe(args: argparse.Namespace, study: optuna.Study) -> BaseSampler:
     keeps the workers apart.
     """
     with warnings.catch_warnings(action="ignore"):  # Optuna calls the constant liar experimental
-        return TPESampler(seed=args.seeds[0] + len(settled(study)) + len(running(study)), constant_liar=True)
+        return TPESampler(seed=args.seeds[0] + len(settled(trials)) + len(running(trials)), constant_liar=True)
 
 
 # A search returns who chooses the next point. None ends the study.
-Search = Callable[[argparse.Namespace, optuna.Study], BaseSampler | Wait | None]
+Search = Callable[[argparse.Namespace, Trials], BaseSampler | Wait | None]
 SEARCHES: dict[str, Search] = {"grid": grid, "coordinate": coordinate, "tpe": tpe}
 
 
 def next_sampler(args: argparse.Namespace, study: optuna.Study) -> BaseSampler | Wait | None:
-    """The search's answer, within the limit of --trials."""
-    done = len(settled(study))
+    """The search's answer, within the limit of --trials.
+
+    The trials are read once: between two reads, another worker's trial could end, and be neither running in the one nor
+    settled in the other.
+    """
+    trials = study.get_trials(deepcopy=False)
+    done = len(settled(trials))
     if args.trials is not None and done >= args.trials:
         return None
-    if args.trials is not None and done + len(running(study)) >= args.trials:
+    if args.trials is not None and done + len(running(trials)) >= args.trials:
         return Wait()
-    return SEARCHES[args.method](args, study)
+    return SEARCHES[args.method](args, trials)
 
 
 PRUNERS: dict[str, Callable[[], optuna.pruners.BasePruner]] = {

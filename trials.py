@@ -268,7 +268,7 @@ def run_study(args: argparse.Namespace, study: optuna.Study, locks: Locks) -> No
     while (trial := start_trial(args, study, locks)) is not None:
         if isinstance(trial, Wait):
             if not told:
-                numbers = ", ".join(str(t.number) for t in running(study))
+                numbers = ", ".join(str(t.number) for t in running(study.trials))
                 print(f"waiting for trial {numbers}, which other workers are training", flush=True)
                 told = True
             time.sleep(POLL)
@@ -453,7 +453,7 @@ POINTS = {  # how a trial is drawn, by how it ended
 
 def plot(study: optuna.Study, args: argparse.Namespace, path: Path) -> None:
     """Plot the score over the trials, then over each parameter; trials without a score are at the bottom."""
-    trials, panels = settled(study), 1 + len(args.space)
+    trials, panels = settled(study.trials), 1 + len(args.space)
     columns = 2 if panels == 4 else min(3, panels)
     lines = -(-panels // columns)
     figure = Figure(figsize=(4.2 * columns, 3.6 * lines), layout="constrained")
@@ -524,7 +524,7 @@ def recipe(study: optuna.Study, args: argparse.Namespace) -> str:
     comment = [
         f"{recipe_header(args)}, trial {trial.number}.",
         f"# Dev: {scores} ({f'mean over the seeds {seeds}' if many else f'seed {seeds}'})",
-        f"# The best of {len(settled(study))} trials, chosen on dev: expect a lower score on new data.",
+        f"# The best of {len(settled(study.trials))} trials, chosen on dev: expect a lower score on new data.",
         f"# Searched: --method {args.method} --search {' '.join(args.search)}",
         f"# python multitask_classifier.py @{args.write_recipe}",
     ]
@@ -545,7 +545,7 @@ def sweep(args: argparse.Namespace) -> None:
     study, locks = args.study.open(args)
     start = [
         f"{args.method} search of {', '.join(args.space)}",
-        f"{args.study.shown}: {len(settled(study))} trials so far",
+        f"{args.study.shown}: {len(settled(study.trials))} trials so far",
     ]
     print(" | ".join(start + [f"{args.workers} workers"] * (args.workers > 1)), flush=True)
     if args.workers > 1:
