@@ -82,15 +82,29 @@ class FileLocks:
     """Locks on single bytes of a file beside the study: byte 0 to choose, byte 1 + n for trial n.
 
     They are POSIX record locks: the kernel releases them when the process ends, even by kill -9. They are not inherited
-    by child processes, and closing any handle of the file would release all of them: so there is one handle.
+    by child processes, and closing any handle of the file would release all of them: so there is one handle. A process
+    can always lock what it has locked already, so it must know its own claims.
     """
 
     def __init__(self, path: Path):
-        self.file = path.with_name(f".{path.name}.lock").open("a+b")
+        self.path, self.mine = path.with_name(f".{path.name}.lock"), set[int]()
+        try:
+            self.file = self.path.open("a+b")
+        except OSError as error:
+            raise self._error(error) from error
+
+    def _error(self, error: OSError) -> InputError:
+        return InputError(
+            f"{self.path}: must be a file that can be locked, beside the study; {error.strerror}. Use a --study on "
+            "another disk."
+        )
 
     @contextlib.contextmanager
     def choosing(self) -> Iterator[None]:
-        fcntl.lockf(self.file, fcntl.LOCK_EX, 1, 0)
+        try:
+            fcntl.lockf(self.file, fcntl.LOCK_EX, 1, 0)
+        except OSError as error:  # a file system without locks
+            raise self._error(error) from error
         try:
             yield
         finally:
@@ -98,12 +112,16 @@ class FileLocks:
 
     def claim(self, trial: optuna.Trial) -> None:
         fcntl.lockf(self.file, fcntl.LOCK_EX, 1, 1 + trial.number)
+        self.mine.add(trial.number)
 
     def release(self, trial: optuna.Trial) -> None:
+        self.mine.discard(trial.number)
         fcntl.lockf(self.file, fcntl.LOCK_UN, 1, 1 + trial.number)
 
     def fail_dead(self, study: optuna.Study) -> None:
         for trial in study.get_trials(deepcopy=False, states=[TrialState.RUNNING]):
+            if trial.number in self.mine:
+                continue
             try:
                 fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 1 + trial.number)
             except OSError:  # its worker holds it
@@ -235,7 +253,9 @@ def _copy_database(path: Path, copy: Path) -> None:
     """Copy an SQLite file as of one moment, after looking at its structure. Raise if it is not a study's."""
     give_up = time.monotonic() + SQLITE_TIMEOUT
     with (
-        contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=rw", uri=True)) as database,
+        contextlib.closing(
+            sqlite3.connect(f"{path.absolute().as_uri()}?mode=rw", SQLITE_TIMEOUT, uri=True)
+        ) as database,
         contextlib.closing(sqlite3.connect(copy)) as target,
     ):
         # A view in a file from elsewhere could compute forever.

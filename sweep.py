@@ -8,7 +8,7 @@
 Flags that are not listed here are those of multitask_classifier.py, the same for all trials. The same command continues
 a study that was stopped; while the study runs, it joins in, on this machine or another. The script prints a line per
 trial and a table, and writes a plot and the best trial as a recipe. study.py has the search itself, storage.py the
-study's file and the locks between workers, trials.py runs the trials.
+study's file and the locks between workers, trials.py runs the trials, results.py shows their results.
 """
 
 import argparse

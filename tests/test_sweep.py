@@ -26,8 +26,8 @@ from optuna.trial import FrozenTrial, TrialState
 
 import multitask_classifier
 import multitask_flags
+import results
 import sweep
-import trials
 from storage import StudyFile
 from study import PRUNERS, SEARCHES, next_sampler, read_space, tpe
 from trials import read_flags, with_trials
@@ -92,7 +92,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> Callable[[Score], list[Namespace
             return {"sst": value, "para": value, "sts": value, "overall": value}
 
         monkeypatch.setattr(multitask_classifier, "train_multitask", train)
-        monkeypatch.setattr(trials, "plot", lambda study, args, path: path.touch())  # has a test of its own
+        monkeypatch.setattr(results, "plot", lambda study, args, path: path.touch())  # has a test of its own
         return runs
 
     return replace
@@ -372,15 +372,15 @@ def test_the_table_is_sorted_by_score_with_pruned_and_failed_trials_last(run_swe
 def test_the_plot_shows_every_trial_over_time_and_by_parameter(
     run_sweep: Sweep, trained: Callable, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    drawn, draw, plot = [], trials._draw, trials.plot
+    drawn, draw, plot = [], results._draw, results.plot
 
     def watched(axis: Axes, given: list[FrozenTrial], places: list[float]) -> None:
         drawn.append(places)
         draw(axis, given, places)
 
     trained(of_nine)
-    monkeypatch.setattr(trials, "_draw", watched)
-    monkeypatch.setattr(trials, "plot", plot)
+    monkeypatch.setattr(results, "_draw", watched)
+    monkeypatch.setattr(results, "plot", plot)
     run_sweep("--search", "lr=1e-4,1e-5", "hidden_dropout_prob=.2,.3,.4")
     assert drawn == [[0, 1, 2, 3, 4, 5], [0, 0, 0, 1, 1, 1], [0, 1, 2, 0, 1, 2]]
     assert (tmp_path / "s.png").read_bytes().startswith(b"\x89PNG")
@@ -741,8 +741,8 @@ def test_a_damaged_study_is_used_or_refused_in_one_line_and_not_changed(
         before = args.study.path.read_bytes()
         try:
             study, _ = args.study.open(args)
-            trials.table(study, args)
-            trials.recipe(study, args)
+            results.table(study, args)
+            results.recipe(study, args)
         except InputError as error:
             errors.append(str(error))
             assert args.study.path.read_bytes() == before

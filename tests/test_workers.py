@@ -28,6 +28,7 @@ import trials
 from storage import FileLocks, StudyFile, StudyServer, place_of, without_password
 from study import SEARCHES, FixedPointSampler, Wait, next_sampler, read_space
 from trials import visible_gpus, with_trials, worker_environment
+from utils import InputError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -192,6 +193,24 @@ def test_a_trial_of_a_live_process_is_left_alone_and_that_of_a_dead_one_is_faile
     other.join()
     locks.fail_dead(study)
     assert [t.state for t in study.trials] == [TrialState.FAIL, TrialState.FAIL]
+
+
+def test_a_worker_does_not_take_its_own_trial_for_dead(tmp_path: Path) -> None:
+    """It looks for dead trials while it waits for the same point of another worker."""
+    study, locks = optuna.create_study(), FileLocks(tmp_path / "s.db")
+    trial = study.ask()
+    locks.claim(trial)
+    locks.fail_dead(study)
+    assert study.trials[0].state == TrialState.RUNNING
+    locks.release(trial)
+    locks.fail_dead(study)
+    assert study.trials[0].state == TrialState.FAIL
+
+
+def test_a_study_beside_which_nothing_can_be_locked_is_refused(tmp_path: Path) -> None:
+    (tmp_path / ".s.db.lock").mkdir()
+    with pytest.raises(InputError, match="must be a file that can be locked, beside the study; Is a directory"):
+        FileLocks(tmp_path / "s.db")
 
 
 # --- whole sweeps -----------------------------------------------------------------------------------------------------
