@@ -728,7 +728,7 @@ def damage(data: bytes, draw: random.Random) -> bytes:
     return data[:at] + new + data[at + len(new) :]
 
 
-@pytest.mark.parametrize("count", [200, pytest.param(5000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [200, pytest.param(2000, marks=pytest.mark.slow)])
 def test_a_damaged_study_is_used_or_refused_in_one_line_and_not_changed(
     count: int, sound_study: Namespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
