@@ -14,6 +14,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import socket
 import statistics
 import tempfile
 import time
@@ -31,6 +32,7 @@ from tqdm import tqdm
 import multitask_classifier
 from base_bert import find_checkpoint
 from bert import BertModel
+from checkpoints import save_state
 from classifier import BertSentimentClassifier
 from datasets import (
     SentenceClassificationDataset,
@@ -40,6 +42,7 @@ from datasets import (
     load_multitask_data,
     read_split,
 )
+from distributed import World, started
 from evaluation import model_eval_multitask, predict, with_stored_vectors
 from flags import ALWAYS, ArgumentParser, number
 from losses import build_objective, cross_entropy
@@ -47,6 +50,7 @@ from model import Branch, MultitaskBERT
 from optimizer import AdamW, build_schedule
 from pcgrad import GradientCombiner, Method, PCGrad
 from readers import read_examples
+from runs import Run
 from smart import Regularizer, Smart
 from tasks import PARA, SST, STS, Batch, Encoded, Output
 from tokenizer import BertTokenizer
@@ -397,8 +401,90 @@ def pipeline(rounds: int) -> list[Result]:
     return [Result.of("pipeline", times["ours"], "the starter's habits on the same model", times["starter"], 0.4)]
 
 
+# --- distributed: two processes with twice the rows against one process -----------------------------------------------
+
+ROWS_OF_A_PROCESS = 16
+
+
+def _training_step(rows: int, world: World) -> Callable[[], float]:
+    """A step of the three tasks with pcgrad on minilm, `rows` rows of 32 tokens each; returns its seconds."""
+    torch.set_num_threads(1)
+    seed_everything(0)
+    branches = [Branch(SST, "mean"), Branch(PARA, "mean", pairing="cross"), Branch(STS, "mean", pairing="cross")]
+    model = MultitaskBERT(BertModel.from_pretrained("minilm"), branches).train()
+    update = AdamW(model.parameters(), lr=1e-5)
+    objectives = {t.name: build_objective(t.predicts.default_loss, t, argparse.Namespace()) for t in (SST, PARA, STS)}
+    trainer = Trainer(
+        model, objectives, update, build_schedule(update, "constant", 1, 0.0), Precision("fp32", CPU),
+        combiner=GradientCombiner(model.shared_parameters(), PCGrad(0)), world=world,
+    )  # fmt: skip
+    ids = torch.randint(1000, 30000, (rows, 32))
+    encoded = Encoded(ids, torch.ones_like(ids), torch.zeros_like(ids))
+    labels = {"sst": torch.arange(rows) % 5, "para": torch.arange(rows) % 2, "sts": torch.arange(rows) % 6 * 0.8}
+    step = [[Batch(name, [], (encoded,), of_task) for name, of_task in labels.items()]]
+    return lambda: seconds(lambda: trainer.update(step, EpochRecord(), 1))
+
+
+def _one_of_two(rank: int, port: int, orders: Connection) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with started(use_gpu=False) as world:
+        step = _training_step(2 * ROWS_OF_A_PROCESS, world)
+        while orders.recv():
+            orders.send(step())
+
+
+def distributed(rounds: int) -> list[Result]:
+    """A step of two processes, each with 16 rows of a task and one thread, against one process with 16 rows."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    context, threads = multiprocessing.get_context("spawn"), torch.get_num_threads()
+    pipes = [context.Pipe() for _ in range(2)]
+    workers = [context.Process(target=_one_of_two, args=(rank, port, there)) for rank, (_, there) in enumerate(pipes)]
+    for worker in workers:
+        worker.start()
+
+    def together() -> float:
+        for here, _ in pipes:
+            here.send(True)
+        return max(here.recv() for here, _ in pipes)
+
+    alone = _training_step(ROWS_OF_A_PROCESS, World())
+    times = take_turns({"together": together, "alone": alone}, rounds, "distributed")
+    for here, _ in pipes:
+        here.send(False)
+    for worker in workers:
+        worker.join()
+    torch.set_num_threads(threads)
+    return [Result.of("distributed", times["together"], "one process with half of the rows", times["alone"], 1.25)]
+
+
+# --- checkpoint: saving the state of a run ----------------------------------------------------------------------------
+
+
+def checkpoint(rounds: int) -> list[Result]:
+    """Save the state of a fine-tuning of minilm, with checksum and flush to the disk, against torch.save alone."""
+    seed_everything(0)
+    model = BertModel.from_pretrained("minilm").train()
+    update = AdamW(model.parameters(), lr=1e-5)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    update.step()
+    state = {"model": model.state_dict(), "optimizer": update.state_dict()}
+    with tempfile.TemporaryDirectory() as folder:
+        run, path = Run(Path(folder)), Path(folder) / "peer.pt"
+        actions = {
+            "ours": lambda: seconds(lambda: save_state(state, run)),
+            "peer": lambda: seconds(lambda: torch.save(state, path)),
+        }
+        times = take_turns(actions, max(3, rounds // 3), "checkpoint", warm_up=1)
+    return [Result.of("checkpoint", times["ours"], "torch.save, neither verified nor flushed", times["peer"], 4.0)]
+
+
 BENCHMARKS: dict[str, Callable[[int], list[Result]]] = {
     "adamw": adamw, "frozen": frozen, "bert": bert, "pcgrad": pcgrad, "smart": smart, "pipeline": pipeline,
+    "distributed": distributed, "checkpoint": checkpoint,
 }  # fmt: skip
 
 
@@ -438,10 +524,7 @@ def main() -> None:
                 flush=True,
             )
     if args.json:
-        try:
-            write_text(args.json, json.dumps(results, indent=2) + "\n")
-        except OSError as error:
-            raise InputError(f"--json {args.json}: cannot be written; {error.strerror}.") from error
+        write_text(args.json, json.dumps(results, indent=2) + "\n")
 
 
 if __name__ == "__main__":

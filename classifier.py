@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -46,8 +47,10 @@ from utils import (
     choose_device,
     count_parameters,
     run_script,
+    warn,
     writable_directory,
 )
+from watch import Watch, note_about_rate
 
 PART_1_TASKS = {"sst": SST, "cfimdb": CFIMDB}
 LEARNING_RATES = {"pretrain": 1e-3, "finetune": 1e-5}  # the starter's 1e-3 for both would ruin fine-tuning
@@ -157,12 +160,18 @@ def fit_task(
         for batch in splits["train"].batches(batch_size, epoch_generator(args.seed, epoch)):
             yield ((batch,),)
 
+    dev_values: dict[str, np.ndarray] = {}
+
     def evaluate() -> dict[str, float]:
-        return {"dev": score(task, predict(model, splits["dev"], args.eval_batch_size, precision))}
+        predictions = predict(model, splits["dev"], args.eval_batch_size, precision)
+        dev_values[task.name] = predictions.values
+        return {"dev": score(task, predictions)}
 
     best = fit(
         trainer, steps, evaluate, "dev", args.epochs, run, steps_in=lambda epoch: total_steps,
         save_minutes=args.save_minutes, keep_state=args.keep_state, resume=args.resume,
+        watch=Watch(args.lr, args.epochs, chance={task.name: task.predicts.loss_of_guessing()}),
+        dev_values=lambda: dev_values,
     )  # fmt: skip
     return trainer, best["dev"]
 
@@ -255,6 +264,8 @@ def train_tasks(args: argparse.Namespace, world: World) -> None:
         world.on_main(functools.partial(Run.must_be_new, args.runs / args.name / name))
     threads = torch.get_num_threads()
     print(f"{args.option} {args.model} | {device.type} {args.precision} | {threads} threads | lr {args.lr:g}")
+    if note := note_about_rate(args.option, args.lr, args.head_lr):
+        warn(note)
     for name, task_splits in splits.items():
         started, task, precision = time.monotonic(), PART_1_TASKS[name], Precision(args.precision, device)
         with shared_run(world, functools.partial(open_run, task, args)) as run:

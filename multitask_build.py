@@ -24,6 +24,7 @@ from tasks import TASKS
 from tokenizer import BertTokenizer
 from trainer import Trainer
 from utils import InputError, Precision, SideStream
+from watch import Watch
 
 # --- model and trainer ------------------------------------------------------------------------------------------------
 
@@ -70,6 +71,14 @@ def build_trainer(args: argparse.Namespace, model: MultitaskBERT, precision: Pre
         {name for name in args.tasks if any(loss.compares_rows for loss in losses_of(args, name).values())},
         model.world,
     )
+
+
+def build_watch(args: argparse.Namespace) -> Watch:
+    """Writes notes if training goes wrong; a loss that is not the task's default is compared with its own start."""
+    targets = {name: TASKS[name].predicts for name in args.tasks}
+    plain = {name: t for name, t in targets.items() if getattr(args, f"{name}_loss") == t.default_loss}
+    chance = {name: t.loss_of_guessing() for name, t in plain.items() if t.loss_of_guessing() is not None}
+    return Watch(args.lr, args.epochs, args.regularizer, chance, {name: t.range for name, t in targets.items()})
 
 
 # --- data -------------------------------------------------------------------------------------------------------------

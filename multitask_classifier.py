@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 import distributed
@@ -60,8 +61,10 @@ from utils import (
     count_parameters,
     dry_run_directory,
     run_script,
+    warn,
     writable_directory,
 )
+from watch import note_about_rate
 
 OnEpoch = Callable[[int, dict[str, float]], None]  # called with the epoch and its dev scores
 ALONE = World()  # one process
@@ -158,11 +161,12 @@ def fit_network(
     def steps_in(epoch: int) -> int:
         return -(-sum(1 for _ in sampler.steps(epoch)) // args.accumulate)
 
+    dev_values: dict[str, np.ndarray] = {}
+
     def evaluate() -> dict[str, float]:
-        scores = {
-            name: score(TASKS[name], predict(network, rows, args.eval_batch_size, precision))
-            for name, rows in scored.items()
-        }
+        found = {name: predict(network, rows, args.eval_batch_size, precision) for name, rows in scored.items()}
+        dev_values.update({name: predictions.values for name, predictions in found.items()})
+        scores = {name: score(TASKS[name], predictions) for name, predictions in found.items()}
         trained = {select: overall({name: scores[name] for name in args.train_tasks})}
         return scores | {"overall": overall(scores)} | trained
 
@@ -172,7 +176,7 @@ def fit_network(
     return fit(
         trainer, steps, evaluate, select, args.epochs, run, steps_in=steps_in, patience=args.patience,
         save_minutes=None if args.dry_run else args.save_minutes, keep_state=args.keep_state, resume=args.resume,
-        on_epoch=on_epoch,
+        on_epoch=on_epoch, watch=multitask_build.build_watch(args), dev_values=lambda: dev_values,
     )  # fmt: skip
 
 
@@ -191,6 +195,8 @@ def describe(args: argparse.Namespace, network: model.MultitaskBERT, splits: Spl
         parts = [f"{sizes} rows", f"pooling {branch.pooling}", f"head {branch.head}"]
         parts += [f"pairing {branch.pairing}"] * branch.task.is_pair + [f"loss {getattr(args, f'{name}_loss')}"]
         print(f"{name}: {' | '.join(parts)}", flush=True)
+    if note := note_about_rate(args.option, args.lr, args.head_lr):
+        warn(note)
 
 
 # --- predictions ------------------------------------------------------------------------------------------------------

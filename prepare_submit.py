@@ -52,12 +52,14 @@ SCRIPTS = (
     "prepare_submit.py",
     "pretrain.py",
     "readers.py",
+    "results.py",
     "runs.py",
     "sampling.py",
     "sanity_check.py",
     "shared_flags.py",
     "smart.py",
     "starter.py",
+    "storage.py",
     "study.py",
     "sweep.py",
     "tasks.py",
@@ -66,6 +68,7 @@ SCRIPTS = (
     "training.py",
     "trials.py",
     "utils.py",
+    "watch.py",
 )
 CODE = (*SCRIPTS, "README.md", "setup.sh", "requirements*.txt", "recipes/**/*.txt")
 REQUIRED_CODE = ("bert.py", "classifier.py", "optimizer.py")  # the handout's list for Part 1

@@ -1,17 +1,16 @@
-"""A hyper-parameter search on Optuna: the search space, the methods that choose the next trial, the study's file.
+"""A hyper-parameter search on Optuna: the search space, and the methods that choose the next trial.
 
-trials.py runs the trials; sweep.py is the script, which imports both after its flags are parsed.
+storage.py keeps the study and lets several workers share it, trials.py runs the trials; sweep.py is the script, which
+imports them after its flags are parsed.
 """
 
 import argparse
-import contextlib
 import itertools
 import json
 import math
 import re
-import sqlite3
-from collections.abc import Callable, Iterator
-from pathlib import Path
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import optuna
@@ -24,11 +23,12 @@ from flags import Switch
 from losses import losses_in
 from multitask_flags import SCORED
 from tasks import TASKS
-from utils import InputError, atomic_path, sha256_of, writable_directory
+from utils import InputError, sha256_of
 
 Flags = dict[str, list[str]]  # by destination: a flag and its values, as on a command line
 Point = dict[str, Any]  # a value for every parameter of the search
 Space = dict[str, BaseDistribution]
+Trials = Sequence[FrozenTrial]  # those of a study, as of one moment
 
 # --- the search space -------------------------------------------------------------------------------------------------
 
@@ -153,40 +153,60 @@ class FixedPointSampler(BaseSampler):
         return self.point[name]
 
 
-def settled(study: optuna.Study) -> list[FrozenTrial]:
+class Wait:
+    """The answer of a search that has nothing to start until a running trial of another worker ends."""
+
+
+def settled(trials: Trials) -> list[FrozenTrial]:
     """Trials with a result, including failed ones with a reason; a trial that was killed has none."""
-    return [t for t in study.trials if t.state in (TrialState.COMPLETE, TrialState.PRUNED) or "reason" in t.user_attrs]
+    return [t for t in trials if t.state in (TrialState.COMPLETE, TrialState.PRUNED) or "reason" in t.user_attrs]
 
 
-def _outcomes(study: optuna.Study) -> dict[frozenset, float]:
+def running(trials: Trials) -> list[FrozenTrial]:
+    """Trials that other workers are training; storage.py has already failed those whose worker is dead."""
+    return [t for t in trials if t.state == TrialState.RUNNING]
+
+
+def _key(point: Point) -> frozenset:
+    return frozenset(point.items())
+
+
+def _outcomes(trials: Trials) -> dict[frozenset, float]:
     """The score of each point; -inf for a pruned or failed trial."""
     return {
-        frozenset(trial.params.items()): trial.value if trial.state == TrialState.COMPLETE else -math.inf
-        for trial in settled(study)
+        _key(trial.params): trial.value if trial.state == TrialState.COMPLETE else -math.inf
+        for trial in settled(trials)
     }
 
 
-def grid(args: argparse.Namespace, study: optuna.Study) -> BaseSampler | None:
+def _first_free(points: Iterable[Point], trials: Trials) -> BaseSampler | Wait | None:
+    """The first point without a result that nobody trains; None if all have one."""
+    known, started = _outcomes(trials), {_key(trial.params) for trial in running(trials)}
+    left = [point for point in points if _key(point) not in known]
+    free = (point for point in left if _key(point) not in started)
+    return next(map(FixedPointSampler, free), Wait() if left else None)
+
+
+def grid(args: argparse.Namespace, trials: Trials) -> BaseSampler | Wait | None:
     """Every combination of the listed values once, the last parameter fastest (Tlemcani & Sohn, section 3.2)."""
-    known = _outcomes(study)
-    left = (point for point in corners(args.space) if frozenset(point.items()) not in known)
-    return next(map(FixedPointSampler, left), None)
+    return _first_free(corners(args.space), trials)
 
 
-def coordinate(args: argparse.Namespace, study: optuna.Study) -> BaseSampler | None:
+def coordinate(args: argparse.Namespace, trials: Trials) -> BaseSampler | Wait | None:
     """One parameter after the other, the others at their best values so far (Ramos & Dalmia, section 4.7).
 
     A parameter whose turn has not come has its value from the flags, or the first in its list if that is not listed.
     Everything follows from the finished trials, so a study that was stopped continues as if it had never been stopped.
+    Several workers share the points of one parameter; the next parameter waits until all of them have a result.
     Deviation: none; the best trial for the first parameter is also one for the second, and is not trained again.
     """
-    known, point = _outcomes(study), starting_point(args)
+    known, point = _outcomes(trials), starting_point(args)
     for key, listed in args.space.items():
         stage = {value: point | {key: value} for value in listed.choices}
-        for candidate in stage.values():
-            if frozenset(candidate.items()) not in known:
-                return FixedPointSampler(candidate)
-        scores = {value: known[frozenset(candidate.items())] for value, candidate in stage.items()}
+        found = _first_free(stage.values(), trials)
+        if found is not None:
+            return found
+        scores = {value: known[_key(candidate)] for value, candidate in stage.items()}
         if max(scores.values()) > -math.inf:
             point[key] = max(scores, key=scores.get)  # the earlier one in a tie
     return None
@@ -200,18 +220,37 @@ def starting_point(args: argparse.Namespace) -> Point:
     }
 
 
-def tpe(args: argparse.Namespace, study: optuna.Study) -> BaseSampler:
+def tpe(args: argparse.Namespace, trials: Trials) -> BaseSampler:
     """Tree-structured Parzen estimator (Bergstra et al. 2011, section 4); the first ten trials are random.
 
-    The seed of each trial depends on the number of settled ones, so a study that was stopped draws the same points.
+    The seed of each trial depends on the number of settled and running ones, so a study that was stopped draws the same
+    points, and two workers draw different ones. A running trial counts as a bad one (Optuna's "constant liar"), which
+    keeps the workers apart.
     """
-    return TPESampler(seed=args.seeds[0] + len(settled(study)))
+    with warnings.catch_warnings(action="ignore"):  # Optuna calls the constant liar experimental
+        return TPESampler(seed=args.seeds[0] + len(settled(trials)) + len(running(trials)), constant_liar=True)
 
 
-Search = Callable[
-    [argparse.Namespace, optuna.Study], BaseSampler | None
-]  # returns who chooses the next point; None ends the study
+# A search returns who chooses the next point. None ends the study.
+Search = Callable[[argparse.Namespace, Trials], BaseSampler | Wait | None]
 SEARCHES: dict[str, Search] = {"grid": grid, "coordinate": coordinate, "tpe": tpe}
+
+
+def next_sampler(args: argparse.Namespace, study: optuna.Study) -> BaseSampler | Wait | None:
+    """The search's answer, within the limit of --trials.
+
+    The trials are read once: between two reads, another worker's trial could end, and be neither running in the one nor
+    settled in the other.
+    """
+    trials = study.get_trials(deepcopy=False)
+    done = len(settled(trials))
+    if args.trials is not None and done >= args.trials:
+        return None
+    if args.trials is not None and done + len(running(trials)) >= args.trials:
+        return Wait()
+    return SEARCHES[args.method](args, trials)
+
+
 PRUNERS: dict[str, Callable[[], optuna.pruners.BasePruner]] = {
     "none": optuna.pruners.NopPruner,
     # Golovin et al. 2017: ends a trial below the median of earlier trials at this epoch; the first five are complete.
@@ -221,29 +260,14 @@ PRUNERS: dict[str, Callable[[], optuna.pruners.BasePruner]] = {
 }
 
 
-# --- the study's file -------------------------------------------------------------------------------------------------
+# --- what identifies a study ------------------------------------------------------------------------------------------
 
-STUDY = "sweep"  # the one study in a file
 MAY_DIFFER = {"runs", "predictions", "use_gpu", "eval_batch_size"}
 
 
 def may_differ() -> set[str]:
     """The flags that may change when a study is continued."""
     return MAY_DIFFER | {f"{task}_{split}_out" for task in TASKS for split in SCORED}
-
-
-@contextlib.contextmanager
-def alone(path: Path) -> Iterator[None]:
-    """Lock the study against a second sweep.py; the lock ends with the process, however that ends."""
-    writable_directory(path.parent, "the folder of --study")
-    with contextlib.closing(sqlite3.connect(path.with_name(f".{path.name}.lock"), timeout=0)) as lock:
-        try:
-            lock.execute("BEGIN EXCLUSIVE")
-        except sqlite3.OperationalError as error:
-            raise InputError(
-                f"--study {path}: another sweep.py is working on it. Wait until it ends, or use another --study."
-            ) from error
-        yield
 
 
 def facts_of(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
@@ -255,66 +279,3 @@ def facts_of(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
         "flags": plain,
         "data_sha256": {str(path): sha256_of(path) for path in multitask_flags.data_files(args.flags)},
     }
-
-
-def open_study(args: argparse.Namespace) -> optuna.Study:
-    """The study in the file, or a new one; any other file is refused and left alone."""
-    path, facts = args.study, facts_of(args)
-    if not path.exists():
-        _create_study(path, facts)
-    _check_database(path)
-    try:
-        storage = optuna.storages.RDBStorage(f"sqlite:///{path}")
-        study = optuna.load_study(study_name=STUDY, storage=storage, pruner=PRUNERS[args.pruner]())
-    except (RuntimeError, optuna.exceptions.OptunaError) as error:
-        reason = str(error).splitlines()[0][:200]
-        raise InputError(f"--study {path}: Optuna cannot read it ({reason}). Use another --study.") from error
-    _must_match(path, study.user_attrs["facts"], facts)
-    for trial in study.get_trials(states=[TrialState.RUNNING]):  # killed: it has no result, so it is repeated
-        study.tell(trial.number, state=TrialState.FAIL)
-    return study
-
-
-def _create_study(path: Path, facts: dict[str, Any]) -> None:
-    """Create the file completely or not at all, so that a kill leaves no partial study."""
-    if path.with_suffix(".png").exists():
-        raise InputError(
-            f"{path.with_suffix('.png')}: the plot of a new study would go there, but the file exists. "
-            "Move it, or use another --study."
-        )
-    with atomic_path(path) as temporary:
-        storage = optuna.storages.RDBStorage(f"sqlite:///{temporary}")
-        optuna.create_study(study_name=STUDY, storage=storage, direction="maximize").set_user_attr("facts", facts)
-        storage.remove_session()
-        storage.engine.dispose()
-
-
-def _check_database(path: Path) -> None:
-    remedy = "It was not changed; use another --study."
-    try:
-        with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=rw", uri=True)) as database:
-            (sound,) = database.execute("PRAGMA quick_check").fetchone()
-            names = [name for (name,) in database.execute("SELECT study_name FROM studies")]
-            keys = [key for (key,) in database.execute("SELECT key FROM study_user_attributes")]
-    except sqlite3.DatabaseError as error:
-        raise InputError(f"--study {path}: must be a study's database, but {error}. {remedy}") from error
-    if sound != "ok":
-        raise InputError(f"--study {path}: must be an intact database, but it is damaged. {remedy}")
-    if names != [STUDY] or keys != ["facts"]:
-        raise InputError(f"--study {path}: must be a study of sweep.py, found one of another program. {remedy}")
-
-
-def _must_match(path: Path, then: dict[str, dict[str, Any]], now: dict[str, dict[str, Any]]) -> None:
-    def shown(value: Any) -> str:
-        return " ".join(map(str, value)) if isinstance(value, list) else str(value)
-
-    flags, remedy = then["flags"], "or another --study."
-    if flags.get("head") == "linear":  # older studies recorded the default by its name
-        flags = flags | {"head": now["flags"]["head"]}
-    other = [key for key, value in now["flags"].items() if key not in flags or flags[key] != value]
-    if other:
-        parts = [f"--{key} {shown(flags.get(key))} (now {shown(now['flags'][key])})" for key in other]
-        raise InputError(f"--study {path}: was started with {', '.join(parts)}. Give the same flags, {remedy}")
-    changed = [name for name, found in now["data_sha256"].items() if then["data_sha256"].get(name) != found]
-    if changed:
-        raise InputError(f"--study {path}: {', '.join(changed)} changed since. Give the same data, {remedy}")

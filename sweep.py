@@ -3,10 +3,12 @@
     python sweep.py --method coordinate --search lr=1e-4,1e-5 hidden_dropout_prob=.2,.3 -- @recipes/robust/7-final.txt
     python sweep.py @recipes/robust/search.txt --use_gpu
     python sweep.py --method tpe --trials 30 --search lr=1e-6..1e-4:log epochs=1..5 -- @recipes/best.txt --pruner median
+    python sweep.py @recipes/robust/search.txt --use_gpu --workers 4 --study postgresql://me@server/search
 
 Flags that are not listed here are those of multitask_classifier.py, the same for all trials. The same command continues
-a study that was stopped. The script prints a line per trial and a table, and writes a plot and the best trial as a
-recipe. study.py has the search itself, trials.py runs the trials.
+a study that was stopped; while the study runs, it joins in, on this machine or another. The script prints a line per
+trial and a table, and writes a plot and the best trial as a recipe. study.py has the search itself, storage.py the
+study's file and the locks between workers, trials.py runs the trials, results.py shows their results.
 """
 
 import argparse
@@ -39,13 +41,10 @@ def parser() -> ArgumentParser:
         help="ends bad trials after an epoch: none, median, halving")  # fmt: skip
     add("--seeds", nargs="+", type=number(int, 0, 2**31), needs=ALWAYS, metavar="N",
         help="train each trial with all of these and take the mean (default: --seed)")  # fmt: skip
-    add(
-        "--study",
-        type=Path,
-        default=Path("runs/study.db"),
-        needs=ALWAYS,
-        help="the study's file; continued if it exists",
-    )
+    add("--study", default="runs/study.db", needs=ALWAYS, metavar="FILE|URL",
+        help="the study's file, or a database such as postgresql://user@host/name; continued if it exists")  # fmt: skip
+    add("--workers", type=number(int, 1, 1000), default=1, needs=ALWAYS, metavar="N",
+        help="processes that train trials at the same time; they share the cores or the GPUs")  # fmt: skip
     add("--write_recipe", type=Path, needs=ALWAYS, help="file for the best trial (default: <study>-best.txt)")
     add("--verbose", action=Switch, needs=ALWAYS, help="show the output of every trial")
     add(
@@ -63,8 +62,10 @@ def get_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     args = get_args()
-    import trials  # here, since Optuna and matplotlib load slowly: --help and mistakes are answered without them
+    import storage  # here, since Optuna and matplotlib load slowly: --help and mistakes are answered without them
+    import trials
 
+    sys.argv = list(map(storage.without_password, sys.argv))  # every run records its command
     args = trials.with_trials(args)
     if not args.dry_run:
         trials.sweep(args)

@@ -151,6 +151,7 @@ class Target:
     default_loss: ClassVar[str]
     default_head: ClassVar[str] = "linear"
     uncertainty_factor: ClassVar[float] = 1.0  # of the loss under uncertainty weighting (losses.Uncertainty)
+    range: float = 1.0  # of the predictions
     num_logits: int = 1  # C
 
     def parse_label(self, text: str) -> int | float:
@@ -172,6 +173,10 @@ class Target:
     def share_of_overall(self, score: float) -> float:
         """The score as it enters the mean over tasks that the 2024 leaderboard ranks by."""
         return score
+
+    def loss_of_guessing(self) -> float | None:
+        """The default loss of a model that finds everything equally likely; None if there is no such thing."""
+        return None
 
     # Distributions
 
@@ -254,6 +259,9 @@ class Category(Target):
     def decode(self, logits: Tensor) -> Tensor:
         return logits.argmax(dim=1)
 
+    def loss_of_guessing(self) -> float:
+        return math.log(self.num_logits)
+
     def log_probabilities(self, logits: Tensor) -> Tensor:
         return logits.log_softmax(dim=-1)
 
@@ -281,6 +289,9 @@ class Probability(Target):
 
     def decode(self, logits: Tensor) -> Tensor:
         return logits.flatten().sigmoid().round()
+
+    def loss_of_guessing(self) -> float:
+        return math.log(2)
 
     def log_probabilities(self, logits: Tensor) -> Tensor:
         """(..., 1) -> (..., 2). A single logit is never passed through a softmax, which would give the constant 1."""

@@ -52,8 +52,8 @@ class EpochRecord:
         for table, tensor in entries:
             table.setdefault(batch.task, []).append(tensor.detach())
 
-    def check(self) -> None:
-        """Refuse a loss that is not finite. All losses since the last check are read from the GPU at once."""
+    def check(self) -> dict[str, list[float]]:
+        """Return the losses since the last check, by task, read from the GPU at once; refuse one that is not finite."""
         new = self.losses[self.checked :]
         values = torch.stack([loss for _, _, loss in new]).tolist() if new else []
         for (task, step, _), value in zip(new, values, strict=True):
@@ -63,6 +63,10 @@ class EpochRecord:
                     "The best epoch so far is kept. Lower --lr, or set --clip 1."
                 )
         self.checked = len(self.losses)
+        by_task: dict[str, list[float]] = {}
+        for (task, _, _), value in zip(new, values, strict=True):
+            by_task.setdefault(task, []).append(value)
+        return by_task
 
     def mean_losses(self) -> dict[str, float]:
         """The mean loss of every task, including what the regularizer added."""

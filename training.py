@@ -20,11 +20,12 @@ import json
 import operator
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -33,7 +34,8 @@ from console import progress_line
 from interruption import Stopped, deferred, stop
 from runs import Run
 from trainer import EpochRecord, Step, Trainer, mean
-from utils import InputError, require_space, write_text
+from utils import InputError, require_space, warn, write_text
+from watch import Watch
 
 CHECK_EVERY = 20  # steps between checks of the losses: each check waits once for the GPU
 LINE_SECONDS = 60.0  # between lines of progress where there is no bar
@@ -87,6 +89,8 @@ class Loop:
     patience: int = 0
     save_seconds: float | None = None
     on_epoch: Callable[[int, dict[str, float]], None] = lambda epoch, scores: None
+    watch: Watch | None = None
+    dev_values: Callable[[], Mapping[str, np.ndarray]] = dict
     progress: Progress = field(default_factory=Progress)
 
     def __post_init__(self) -> None:
@@ -133,14 +137,14 @@ class Loop:
                     progress.step += 1
                     check = progress.step % CHECK_EVERY == 0
                     if check:
-                        self.record.check()
+                        self.look_at_losses()
                     self.save_now_and_then(check)
                 if self.world.size > 1 and self.world.stop_requested(check):
                     stop()
                 bar.update()
                 self.print_now_and_then(total)
-        self.record.check()
         with deferred():
+            self.look_at_losses()
             if not progress.ended:
                 trainer.averager.epoch_end(trainer.model)
             progress.ended = True
@@ -163,6 +167,8 @@ class Loop:
             progress.best, progress.best_epoch = scores, epoch
             with trainer.averager.applied(trainer.model):
                 self.world.on_main(lambda: save_best(trainer.model, run))
+        if self.watch is not None:
+            say(self.watch.epoch(epoch, losses, self.record.mean_penalties(), self.dev_values()))
         in_parts = {"parts": dict(trainer.parts)} if trainer.parts else {}
         run.log(
             epoch=epoch, losses=losses, penalties=self.record.mean_penalties(), train=self.record.scores(),
@@ -173,6 +179,12 @@ class Loop:
             self.save()
         self.world.on_main(run.write_log)
         return epoch_line(epoch, losses, scores, is_best)
+
+    def look_at_losses(self) -> None:
+        """Refuse losses that are not finite, and say so if they explode."""
+        losses = self.record.check()
+        if self.watch is not None:
+            say(self.watch.step(losses))
 
     # Checkpoints
 
@@ -191,6 +203,7 @@ class Loop:
             "record": self.record.state_dict(),
             "log": list(self.run.lines),
             "seconds": self.run.seconds,
+            "watch": None if self.watch is None else self.watch.state_dict(),
             "trainer": self.trainer.state_dict(),
         }
         self.world.on_main(lambda: save_state(state, self.run))
@@ -206,6 +219,8 @@ class Loop:
             self.progress = Progress(**state["progress"])
             if "record" in state:  # older states are of complete epochs only
                 self.record.load_state_dict(state["record"], self.trainer.precision.device)
+            if self.watch is not None and state.get("watch"):
+                self.watch.load_state_dict(state["watch"])
         except torch.OutOfMemoryError:  # a RuntimeError, but not a damaged file
             raise
         except (RuntimeError, LookupError, ValueError, TypeError, AttributeError) as error:
@@ -239,6 +254,11 @@ class Loop:
         progress_line(" | ".join([self.place(), *losses, f"{self.run.seconds / 60:.0f} min"]))
 
 
+def say(notes: Iterable[str]) -> None:
+    for note in notes:
+        warn(note)
+
+
 def train_on(trainer: Trainer, steps: Iterable[Step]) -> EpochRecord:
     """Make these updates without a run, for measurements; return what was recorded."""
     return Loop(trainer, lambda epoch: steps, dict, "", 1, Run(Path())).train_epoch(1)
@@ -259,6 +279,8 @@ def fit(
     keep_state: bool = False,
     resume: bool = False,
     on_epoch: Callable[[int, dict[str, float]], None] = lambda epoch, scores: None,
+    watch: Watch | None = None,
+    dev_values: Callable[[], Mapping[str, np.ndarray]] = dict,
 ) -> dict[str, float]:
     """Train, evaluate after every epoch, and leave the model with the weights of the best epoch. Return its scores.
 
@@ -267,10 +289,14 @@ def fit(
     is operator.lt), and the earlier one in a tie. patience: stop after this many epochs without a better one; 0 means
     never. save_minutes: write state.pt this often and after every epoch, so that `resume` can continue from it; None
     means never. keep_state: leave the state of a finished run where it is, so that it can be extended. on_epoch: called
-    after an epoch has been evaluated and logged; an exception that it raises ends the training.
+    after an epoch has been evaluated and logged; an exception that it raises ends the training. watch: writes notes if
+    training goes wrong. dev_values: returns the predictions of the last evaluation, for these notes.
     """
     save_seconds = None if save_minutes is None else 60 * save_minutes
-    loop = Loop(trainer, steps, evaluate, select, epochs, run, better, steps_in, patience, save_seconds, on_epoch)
+    loop = Loop(
+        trainer, steps, evaluate, select, epochs, run, better, steps_in, patience, save_seconds, on_epoch, watch,
+        dev_values,
+    )  # fmt: skip
     world = trainer.world
     if resume and loop.restore():
         best = f", best {loop.progress.best[select]:.3f}" if loop.progress.best else ""

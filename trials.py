@@ -1,4 +1,4 @@
-"""The trials of a hyper-parameter search: flags, trainings, table, plot, and the best trial as a recipe.
+"""The trials of a hyper-parameter search: flags, trainings, workers.
 
 sweep.py is the script; it imports this file after its flags are parsed, since Optuna and matplotlib load slowly.
 """
@@ -7,19 +7,23 @@ import argparse
 import contextlib
 import io
 import itertools
-import math
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
 import statistics
-import textwrap
+import sys
+import threading
 import time
+import warnings
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import optuna
+import sqlalchemy
 import torch
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
-from optuna.samplers import BaseSampler
+from optuna.distributions import CategoricalDistribution
 from optuna.trial import FrozenTrial, TrialState
 
 import multitask_classifier
@@ -27,16 +31,19 @@ import multitask_flags
 from evaluation import read_logits
 from flags import suggestion
 from readers import read_examples
+from results import best_number, outcome, recipe_header, write_results
+from storage import BROKEN, GRACE, Locks, StudyFile, place_of, unreachable
 from study import (
     PRUNERS,
     SEARCHES,
     Flags,
-    alone,
+    Wait,
     at_point,
     corners,
     may_differ,
-    open_study,
+    next_sampler,
     read_space,
+    running,
     score_of,
     settled,
     text_of,
@@ -44,7 +51,14 @@ from study import (
 )
 from tasks import TASKS
 from tokenizer import BertTokenizer
-from utils import InputError, atomic_path, choose_device, writable_directory, write_text
+from utils import (
+    InputError,
+    choose_device,
+    keep_freed_memory,
+    out_of_memory,
+    warn,
+    writable_directory,
+)
 
 # --- flags ------------------------------------------------------------------------------------------------------------
 
@@ -62,7 +76,10 @@ def effective(flags: list[str]) -> list[str]:
 
 
 def with_trials(args: argparse.Namespace) -> argparse.Namespace:
-    """Add to the flags of sweep.py: `space`, `base` (what all trials share) and `flags` (the same, parsed)."""
+    """Add to the flags of sweep.py: `space`, `base` (what all trials share) and `flags` (the same, parsed).
+
+    `study` becomes the place that it names.
+    """
     args = argparse.Namespace(**vars(args))
     for flag, registry in (("method", SEARCHES), ("pruner", PRUNERS)):
         if (value := getattr(args, flag)) not in registry:
@@ -81,7 +98,8 @@ def with_trials(args: argparse.Namespace) -> argparse.Namespace:
     if args.seeds and "seed" in args.base:
         raise InputError("--seed and --seeds cannot be combined. Use --seeds alone.")
     args.seeds = list(dict.fromkeys(args.seeds or [args.flags.seed]))
-    args.write_recipe = args.write_recipe or args.study.with_name(f"{args.study.stem}-best.txt")
+    args.study = place_of(args.study)
+    args.write_recipe = args.write_recipe or args.study.recipe
     validate(args)
     return args
 
@@ -96,10 +114,11 @@ def validate(args: argparse.Namespace) -> None:
         )
     if args.method == "tpe" and args.trials is None and not args.dry_run:
         raise InputError("--method tpe never ends by itself. Add --trials 30.")
-    written = {args.study, args.study.with_suffix(".png"), args.write_recipe}
-    if len(written) < 3:
+    written = [*args.study.files, args.write_recipe]
+    if len(set(written)) < len(written):
         raise InputError(
-            f"--study {args.study}, its plot and --write_recipe {args.write_recipe} must be three files. Rename one."
+            f"--study {args.study.shown}, its plot and --write_recipe {args.write_recipe} must be three files. Rename "
+            "one."
         )
     refused = []
     for point in itertools.islice(corners(args.space), 100):
@@ -142,7 +161,12 @@ def dry(args: argparse.Namespace, folder: Path) -> argparse.Namespace:
     """The same sweep, shortened, in a temporary directory."""
     kept = {k: v for k, v in args.base.items() if k not in may_differ() | {"steps_per_epoch", "epochs"}}
     base = [*tokens(kept), "--dry_run", "--runs", str(folder), "--predictions", str(folder), "--epochs", "1"]
-    own = {"study": folder / "study.db", "write_recipe": folder / "best.txt", "trials": 2, "seeds": args.seeds[:1]}
+    own = {
+        "study": StudyFile(folder / "study.db"),
+        "write_recipe": folder / "best.txt",
+        "trials": 2,
+        "seeds": args.seeds[:1],
+    }
     flags = multitask_flags.complete(multitask_flags.parser().parse_args(base))
     return argparse.Namespace(**vars(args) | own | {"base": read_flags(base), "flags": flags})
 
@@ -153,7 +177,7 @@ def dry(args: argparse.Namespace, folder: Path) -> argparse.Namespace:
 def run_names(args: argparse.Namespace, trial: int) -> dict[int, str]:
     """The name of the run of each seed."""
     ends = {seed: f"-seed{seed}" if len(args.seeds) > 1 else "" for seed in args.seeds}
-    return {seed: f"{args.study.stem}-{trial}{end}" for seed, end in ends.items()}
+    return {seed: f"{args.study.run_prefix}-{trial}{end}" for seed, end in ends.items()}
 
 
 def train(args: argparse.Namespace, trial: optuna.Trial) -> list[dict[str, float]]:
@@ -174,183 +198,198 @@ def train(args: argparse.Namespace, trial: optuna.Trial) -> list[dict[str, float
     return scores_by_seed
 
 
-def trained_before(trial: optuna.Trial, study: optuna.Study) -> FrozenTrial | None:
-    """A finished trial with the same flags: tpe may return to a point of lists."""
+def scores_of_twin(trial: optuna.Trial, study: optuna.Study, locks: Locks) -> list[dict[str, float]] | None:
+    """The scores of a trial with the same flags, if there is one: tpe may return to a point of lists.
+
+    If another worker is training that point, this waits for it. Only later trials wait for earlier ones, so no two
+    trials wait for each other.
+    """
     wanted = {key: text_of(value) for key, value in trial.params.items()}
-    finished = (t for t in study.trials if t.state == TrialState.COMPLETE)
-    return next((t for t in finished if {k: text_of(v) for k, v in t.params.items()} == wanted), None)
+    while True:
+        twins = [t for t in study.trials if {k: text_of(v) for k, v in t.params.items()} == wanted]
+        finished = next((t for t in twins if t.state == TrialState.COMPLETE), None)
+        if finished is not None:
+            return finished.user_attrs["scores"]
+        if not any(t.state == TrialState.RUNNING and t.number < trial.number for t in twins):
+            return None
+        time.sleep(POLL)
+        with locks.choosing():
+            locks.fail_dead(study)
 
 
-def run_trial(args: argparse.Namespace, study: optuna.Study, sampler: BaseSampler) -> FrozenTrial:
+def start_trial(args: argparse.Namespace, study: optuna.Study, locks: Locks) -> optuna.Trial | Wait | None:
+    """Choose the next trial and claim it, while no other worker chooses. None: the search has ended."""
+    with locks.choosing():
+        locks.fail_dead(study)
+        sampler = next_sampler(args, study)
+        if sampler is None or isinstance(sampler, Wait):
+            return sampler
+        for name in run_names(args, len(study.trials)).values():
+            if (args.flags.runs / name).exists():
+                raise InputError(
+                    f"{args.flags.runs / name}: the run of the next trial would go there, but it exists, from another "
+                    "study of that name. Move it, or use another --study or --runs."
+                )
+        study.sampler = sampler
+        with warnings.catch_warnings(action="ignore"):  # Optuna expects its own loop where there are heartbeats
+            trial = study.ask(args.space)
+        locks.claim(trial)
+        return trial
+
+
+def run_trial(args: argparse.Namespace, study: optuna.Study, trial: optuna.Trial, locks: Locks) -> FrozenTrial:
     """Run one trial. A mistake in it is its result, and the study continues."""
-    for name in run_names(args, len(study.trials)).values():
-        if (args.flags.runs / name).exists():
-            raise InputError(
-                f"{args.flags.runs / name}: the run of the next trial would go there, but it exists, from another "
-                "study of that name. Move it, or use another --study or --runs."
-            )
-    study.sampler = sampler
-    trial = study.ask(args.space)
-    twin = trained_before(trial, study)
     try:
-        scores = twin.user_attrs["scores"] if twin else train(args, trial)
-    except optuna.TrialPruned:
-        return study.tell(trial, state=TrialState.PRUNED)
-    except (InputError, torch.OutOfMemoryError) as error:
-        trial.set_user_attr("reason", str(error).splitlines()[0])
-        return study.tell(trial, state=TrialState.FAIL)
-    trial.set_user_attr("scores", scores)
-    return study.tell(trial, statistics.fmean(map(score_of, scores)))
+        try:
+            scores = scores_of_twin(trial, study, locks) or train(args, trial)
+        except optuna.TrialPruned:
+            return study.tell(trial, state=TrialState.PRUNED, skip_if_finished=True)
+        except (InputError, torch.OutOfMemoryError) as error:
+            trial.set_user_attr("reason", str(error).splitlines()[0])
+            return study.tell(trial, state=TrialState.FAIL, skip_if_finished=True)
+        trial.set_user_attr("scores", scores)
+        return study.tell(trial, statistics.fmean(map(score_of, scores)), skip_if_finished=True)
+    except optuna.exceptions.UpdateFinishedTrialError:
+        warn(
+            f"trial {trial.number}: it gave no sign of life for {GRACE} seconds, so it counts as killed and is "
+            "repeated. Check the connection to the database."
+        )
+        return study.trials[trial.number]
 
 
-def run_study(args: argparse.Namespace, study: optuna.Study) -> None:
-    while args.trials is None or len(settled(study)) < args.trials:
-        sampler = SEARCHES[args.method](args, study)
-        if sampler is None:
-            return
+def run_study(args: argparse.Namespace, study: optuna.Study, locks: Locks) -> None:
+    """Train one trial after the other until the search has ended."""
+    told = args.workers > 1
+    while (trial := start_trial(args, study, locks)) is not None:
+        if isinstance(trial, Wait):
+            if not told:
+                numbers = ", ".join(str(t.number) for t in running(study.trials))
+                print(f"waiting for trial {numbers}, which other workers are training", flush=True)
+                told = True
+            time.sleep(POLL)
+            continue
         started = time.monotonic()
-        trial = run_trial(args, study, sampler)
-        line = [f"trial {trial.number}", *(f"{key} {text_of(value)}" for key, value in trial.params.items())]
-        line += [outcome(trial), "best" if trial.number == best_number(study) else "    "]
+        try:
+            done = run_trial(args, study, trial, locks)
+        except BaseException:  # Ctrl-C, for one: so that nobody waits until the trial looks dead
+            with contextlib.suppress(*BROKEN):
+                study.tell(trial, state=TrialState.FAIL, skip_if_finished=True)
+            raise
+        finally:
+            locks.release(trial)
+        line = [f"trial {done.number}", *(f"{key} {text_of(value)}" for key, value in done.params.items())]
+        line += [outcome(done), "best" if done.number == best_number(study) else "    "]
         print(" | ".join([*line, f"{time.monotonic() - started:.0f} s"]), flush=True)
 
 
-# --- results ----------------------------------------------------------------------------------------------------
+def work(args: argparse.Namespace, study: optuna.Study, locks: Locks) -> None:
+    """Take part in the study until it has ended."""
+    try:
+        run_study(args, study, locks)
+    except (optuna.exceptions.StorageInternalError, sqlalchemy.exc.SQLAlchemyError) as error:
+        raise unreachable(args.study.shown, error) from error
 
 
-def best_number(study: optuna.Study) -> int | None:
-    """The trial with the highest score, the earlier one in a tie."""
-    finished = study.get_trials(deepcopy=False, states=[TrialState.COMPLETE])
-    return max(finished, key=lambda t: (t.value, -t.number)).number if finished else None
+# --- workers ----------------------------------------------------------------------------------------------------------
+
+POLL = 1.0  # seconds between two looks at the study while waiting for another worker
+PATIENCE = 30  # seconds that a worker has to end after Ctrl-C
 
 
-def standard_error(trial: FrozenTrial) -> float | None:
-    """The standard error of the mean over the seeds."""
-    scores = [score_of(scores) for scores in trial.user_attrs.get("scores", [])]
-    return statistics.stdev(scores) / math.sqrt(len(scores)) if len(scores) > 1 else None
+def worker_environment(number: int, threads: int, gpus: Sequence[str]) -> dict[str, str]:
+    """The environment variables of a worker: its share of the threads, and one of the GPUs in turn."""
+    shared = {"CUDA_VISIBLE_DEVICES": gpus[number % len(gpus)]} if gpus else {}
+    return {"OMP_NUM_THREADS": str(threads)} | shared
 
 
-def outcome(trial: FrozenTrial) -> str:
-    if trial.state == TrialState.COMPLETE:
-        error = standard_error(trial)
-        return f"score {trial.value:.4f}" + (f" +- {error:.4f}" if error is not None else "")
-    if trial.state == TrialState.PRUNED:
-        return f"pruned after epoch {trial.last_step} at {trial.value:.4f}"
-    return f"failed: {trial.user_attrs['reason']}" if "reason" in trial.user_attrs else "killed, so repeated"
+def visible_gpus(use_gpu: bool) -> list[str]:
+    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    if not use_gpu:
+        return []
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return given.split(",") if given else [str(i) for i in range(torch.cuda.device_count())]
 
 
-def ranked(study: optuna.Study) -> list[FrozenTrial]:
-    """Finished trials by score, then pruned ones, then the rest."""
-    order = {TrialState.COMPLETE: 0, TrialState.PRUNED: 1}
-    return sorted(study.trials, key=lambda t: (order.get(t.state, 2), -(t.value or 0), t.number))
+@contextlib.contextmanager
+def inherited(environment: dict[str, str]) -> Iterator[None]:
+    """Let a process that is started in this context have these variables, and ignore Ctrl-C.
+
+    Ctrl-C reaches every process of a terminal. The one that started the workers ends them by SIGTERM, which also works
+    while they are still importing torch.
+    """
+    before = {name: os.environ.get(name) for name in environment}
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ.update(environment)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
-def table(study: optuna.Study, args: argparse.Namespace) -> str:
-    rows = [["trial", *args.space, *args.flags.tasks, "outcome"]]
-    for trial in ranked(study):
-        scores = trial.user_attrs.get("scores", [])
-        means = [f"{statistics.fmean(s[task] for s in scores):.3f}" if scores else "-" for task in args.flags.tasks]
-        params = [text_of(trial.params.get(key, "-")) for key in args.space]  # a killed trial may have none
-        rows.append([str(trial.number), *params, *means, textwrap.shorten(outcome(trial), 80, placeholder=" ...")])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(" | ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+class NotATerminal:
+    """A stream that shows no progress bars: those of several workers would overwrite each other."""
+
+    def __init__(self, stream: TextIO):
+        self.stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def isatty(self) -> bool:
+        return False
 
 
-# --- the plot ---------------------------------------------------------------------------------------------------------
+def worker(args: argparse.Namespace, threads: int, errors: Any) -> None:
+    """A worker's process. It reports a mistake to the process that started it, and ends when that one does."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    parent = multiprocessing.parent_process()
 
-POINTS = {  # how a trial is drawn, by how it ended
-    TrialState.COMPLETE: {"color": "tab:blue", "marker": "o", "label": "finished"},
-    TrialState.PRUNED: {
-        "color": "tab:orange",
-        "marker": "o",
-        "markerfacecolor": "none",
-        "label": "pruned, at its last epoch",
-    },
-    TrialState.FAIL: {"color": "tab:gray", "marker": "x", "label": "failed, no score"},
-}
+    def end_with_parent() -> None:
+        multiprocessing.connection.wait([parent.sentinel])
+        os.kill(os.getpid(), signal.SIGTERM)
 
-
-def plot(study: optuna.Study, args: argparse.Namespace, path: Path) -> None:
-    """Plot the score over the trials, then over each parameter; trials without a score are at the bottom."""
-    trials, panels = settled(study), 1 + len(args.space)
-    columns = 2 if panels == 4 else min(3, panels)
-    lines = -(-panels // columns)
-    figure = Figure(figsize=(4.2 * columns, 3.6 * lines), layout="constrained")
-    axes = figure.subplots(lines, columns, sharey=True, squeeze=False).flatten()
-    _draw(axes[0], trials, [float(t.number) for t in trials])
-    finished = [t for t in trials if t.state == TrialState.COMPLETE]
-    highest = list(itertools.accumulate((t.value for t in finished), max))
-    axes[0].step([t.number for t in finished], highest, where="post", color="tab:green", zorder=0, label="best so far")
-    axes[0].xaxis.get_major_locator().set_params(integer=True)
-    axes[0].set_xlabel("trial")
-    for axis, (key, distribution) in zip(axes[1:], args.space.items(), strict=False):
-        _draw(axis, trials, _places(axis, distribution, [t.params[key] for t in trials]))
-        axis.set_xlabel(key)
-    for i, axis in enumerate(axes):
-        axis.grid(alpha=0.3)
-        axis.set_visible(i < panels)
-        axis.margins(y=0.08)
-        axis.tick_params(labelleft=True)
-    for axis in axes[::columns]:
-        axis.set_ylabel("score on dev")
-    entries = dict(zip(*reversed(axes[0].get_legend_handles_labels()), strict=True))  # one entry per label
-    figure.legend(entries.values(), entries.keys(), loc="outside upper right", ncols=len(entries), frameon=False)
-    figure.suptitle(f"{args.study.stem}: {args.method}, {len(trials)} trials", x=0.01, ha="left", fontsize="medium")
-    with atomic_path(path) as temporary:
-        figure.savefig(temporary, format="png", dpi=130)
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    sys.stderr = NotATerminal(sys.stderr)
+    keep_freed_memory()
+    torch.set_num_threads(threads)
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    try:
+        work(args, *args.study.open(args))
+    except InputError as error:
+        errors.put(str(error))
+    except torch.OutOfMemoryError as error:
+        errors.put(out_of_memory(error))
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
-def _places(axis: Axes, distribution: BaseDistribution, values: list[Any]) -> list[float]:
-    """The x positions of the values: listed ones side by side, those of a range on its scale."""
-    if isinstance(distribution, CategoricalDistribution):
-        count = len(distribution.choices)
-        axis.set_xticks(range(count), distribution.choices)
-        axis.set_xlim(-0.5, count - 0.5)
-        return [float(distribution.choices.index(value)) for value in values]
-    axis.set_xscale("log" if distribution.log else "linear")
-    if isinstance(distribution, IntDistribution) and not distribution.log:
-        axis.xaxis.get_major_locator().set_params(integer=True)
-    return [float(value) for value in values]
-
-
-def _draw(axis: Axes, trials: list[FrozenTrial], places: list[float]) -> None:
-    best = max((t.value for t in trials if t.state == TrialState.COMPLETE), default=None)
-    for trial, x in zip(trials, places, strict=True):
-        bottom = {"transform": axis.get_xaxis_transform()} if trial.state == TrialState.FAIL else {}
-        y = 0.03 if bottom else trial.value
-        axis.errorbar(x, y, standard_error(trial), linestyle="none", capsize=3, **POINTS[trial.state], **bottom)
-        if trial.state == TrialState.COMPLETE and trial.value == best:
-            axis.plot(x, y, "o", color="tab:green", markersize=12, markerfacecolor="none", label="best")
-
-
-# --- the recipe -------------------------------------------------------------------------------------------------------
-
-NOT_IN_RECIPES = {"runs", "predictions", "use_gpu"}  # they depend on the user's machine
-
-
-def recipe_header(args: argparse.Namespace) -> str:
-    return f"# Written by sweep.py: the best trial of {args.study}"
-
-
-def recipe(study: optuna.Study, args: argparse.Namespace) -> str:
-    """The best trial as a file of flags."""
-    trial = study.trials[best_number(study)]
-    by_seed, many = trial.user_attrs["scores"], len(args.seeds) > 1
-    scores = " | ".join(f"{name} {statistics.fmean(s[name] for s in by_seed):.4f}" for name in by_seed[0])
-    seeds = " ".join(map(str, args.seeds))
-    comment = [
-        f"{recipe_header(args)}, trial {trial.number}.",
-        f"# Dev: {scores} ({f'mean over the seeds {seeds}' if many else f'seed {seeds}'})",
-        f"# The best of {len(settled(study))} trials, chosen on dev: expect a lower score on new data.",
-        f"# Searched: --method {args.method} --search {' '.join(args.search)}",
-        f"# python multitask_classifier.py @{args.write_recipe}",
-    ]
-    seed = {} if many else {"seed": ["--seed", seeds]}
-    flags = at_point({k: v for k, v in args.base.items() if k not in NOT_IN_RECIPES}, trial.params) | seed
-    for line in (line for line in flags.values() if line):
-        cut = any(set(value) & set("# \t") or not value for value in line)  # a recipe cannot contain it
-        comment.append(f"# Add on the command line: {' '.join(map(repr, line))}" if cut else " ".join(line))
-    return "\n".join(comment) + "\n"
+def run_workers(args: argparse.Namespace) -> None:
+    """Start the workers and wait until they have ended. One that dies loses its trial, which the others repeat."""
+    context = multiprocessing.get_context("spawn")  # a forked process could not use CUDA
+    errors, gpus = context.SimpleQueue(), visible_gpus(args.flags.use_gpu)
+    threads = max(1, torch.get_num_threads() // args.workers)
+    processes = [context.Process(target=worker, args=(args, threads, errors)) for _ in range(args.workers)]
+    try:
+        for number, process in enumerate(processes):
+            with inherited(worker_environment(number, threads, gpus)):
+                process.start()
+        alive = {process.sentinel: number for number, process in enumerate(processes)}
+        while alive:
+            for sentinel in multiprocessing.connection.wait(list(alive)):
+                number = alive.pop(sentinel)
+                processes[number].join()
+                if processes[number].exitcode:
+                    warn(f"worker {number + 1} died (exit status {processes[number].exitcode}); its trial is repeated.")
+    finally:
+        for process in filter(multiprocessing.Process.is_alive, started := [p for p in processes if p.pid]):
+            process.terminate()
+        for process in started:
+            process.join(PATIENCE)
+            process.kill()
+    if not errors.empty():
+        raise InputError(errors.get())
 
 
 # --- the whole search ------------------------------------------------------------------------------------------------
@@ -359,18 +398,21 @@ def recipe(study: optuna.Study, args: argparse.Namespace) -> str:
 def sweep(args: argparse.Namespace) -> None:
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     check_inputs(args)
-    with alone(args.study):
-        study = open_study(args)
-        before = len(settled(study))
-        print(f"{args.method} search of {', '.join(args.space)} | {args.study}: {before} trials so far", flush=True)
-        run_study(args, study)
-        print(table(study, args))
-        number_of_best = best_number(study)
-        if number_of_best is None:
-            last = f" The last: {outcome(study.trials[-1])}" if study.trials else ""
-            raise InputError(f"--study {args.study}: no trial finished, so none is the best.{last}")
-        plot(study, args, args.study.with_suffix(".png"))
-        write_text(args.write_recipe, recipe(study, args))
-    best = study.trials[number_of_best]
-    print(f"best: trial {best.number}, {outcome(best)}; chosen on dev, so expect a lower score on new data")
-    print(f"wrote {args.study.with_suffix('.png')} and {args.write_recipe}")
+    study, locks = args.study.open(args)
+    start = [
+        f"{args.method} search of {', '.join(args.space)}",
+        f"{args.study.shown}: {len(settled(study.trials))} trials so far",
+    ]
+    print(" | ".join(start + [f"{args.workers} workers"] * (args.workers > 1)), flush=True)
+    if args.workers > 1:
+        run_workers(args)
+        with locks.choosing():
+            locks.fail_dead(study)
+            left = next_sampler(args, study) is not None
+        if left:
+            raise InputError(
+                f"--study {args.study.shown}: all workers ended before the search. Give the command again."
+            )
+    else:
+        work(args, study, locks)
+    write_results(args, study)

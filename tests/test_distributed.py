@@ -133,8 +133,9 @@ def test_several_processes_end_on_the_weights_and_predictions_of_one(case: str, 
     for path in (path for path in paths if path.name == "log.jsonl"):
         logs = [[json.loads(line) for line in (folder / path).read_text().splitlines()] for folder in (one, several)]
         for wanted, found in zip(*logs, strict=True):
-            assert found["scores"] == pytest.approx(wanted["scores"], abs=1e-9)
-            assert found.get("losses") == pytest.approx(wanted.get("losses"), abs=1e-9)
+            limit = 1e-3 if "frozen" in case else 1e-9  # in float32, the correlation of 8 rows
+            assert found["scores"] == pytest.approx(wanted["scores"], abs=limit)
+            assert found.get("losses") == pytest.approx(wanted.get("losses"), abs=limit)
 
 
 def test_training_changed_the_weights(trained: Path, without_dropout: Path):

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import json
 import os
+import random
 import re
 import signal
 import sqlite3
@@ -18,15 +19,17 @@ from pathlib import Path
 import optuna
 import pytest
 import torch
-from conftest import ROOT, Finished, run_script, the_error
+from conftest import ROOT, Finished, run_script, the_error, write_task_files
 from matplotlib.axes import Axes
+from optuna.storages import RDBStorage
 from optuna.trial import FrozenTrial, TrialState
 
 import multitask_classifier
 import multitask_flags
+import results
 import sweep
-import trials
-from study import PRUNERS, SEARCHES, alone, read_space, tpe
+from storage import StudyFile
+from study import PRUNERS, SEARCHES, next_sampler, read_space, tpe
 from trials import read_flags, with_trials
 from utils import InputError
 
@@ -89,7 +92,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> Callable[[Score], list[Namespace
             return {"sst": value, "para": value, "sts": value, "overall": value}
 
         monkeypatch.setattr(multitask_classifier, "train_multitask", train)
-        monkeypatch.setattr(trials, "plot", lambda study, args, path: path.touch())  # has a test of its own
+        monkeypatch.setattr(results, "plot", lambda study, args, path: path.touch())  # has a test of its own
         return runs
 
     return replace
@@ -155,19 +158,19 @@ def test_tpe_with_a_new_seed_for_every_trial_still_learns() -> None:
     """Compared with random search over eight seeds, because the spread of one seed is as large as the gain."""
     space = read_space(["lr=1e-8..1e-1:log", "epochs=1..5"])
 
-    def after_the_random_ones(choose: Callable[[Namespace, optuna.Study], optuna.samplers.BaseSampler]) -> float:
+    def after_the_random_ones(choose: Callable[[Namespace, list[FrozenTrial]], optuna.samplers.BaseSampler]) -> float:
         scores = []
         for seed in range(0, 8000, 1000):
             study = optuna.create_study(direction="maximize")
             for _ in range(25):
-                study.sampler = choose(Namespace(seeds=[seed]), study)
+                study.sampler = choose(Namespace(seeds=[seed]), study.trials)
                 trial = study.ask(space)
                 study.tell(trial, smooth(Namespace(**trial.params)))
             scores += [t.value for t in study.trials[10:]]
         return statistics.fmean(scores)
 
-    def at_random(args: Namespace, study: optuna.Study) -> optuna.samplers.BaseSampler:
-        return optuna.samplers.RandomSampler(seed=args.seeds[0] + len(study.trials))
+    def at_random(args: Namespace, found: list[FrozenTrial]) -> optuna.samplers.BaseSampler:
+        return optuna.samplers.RandomSampler(seed=args.seeds[0] + len(found))
 
     assert after_the_random_ones(tpe) > after_the_random_ones(at_random) + 0.03
 
@@ -369,15 +372,15 @@ def test_the_table_is_sorted_by_score_with_pruned_and_failed_trials_last(run_swe
 def test_the_plot_shows_every_trial_over_time_and_by_parameter(
     run_sweep: Sweep, trained: Callable, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    drawn, draw, plot = [], trials._draw, trials.plot
+    drawn, draw, plot = [], results._draw, results.plot
 
     def watched(axis: Axes, given: list[FrozenTrial], places: list[float]) -> None:
         drawn.append(places)
         draw(axis, given, places)
 
     trained(of_nine)
-    monkeypatch.setattr(trials, "_draw", watched)
-    monkeypatch.setattr(trials, "plot", plot)
+    monkeypatch.setattr(results, "_draw", watched)
+    monkeypatch.setattr(results, "plot", plot)
     run_sweep("--search", "lr=1e-4,1e-5", "hidden_dropout_prob=.2,.3,.4")
     assert drawn == [[0, 1, 2, 3, 4, 5], [0, 0, 0, 1, 1, 1], [0, 1, 2, 0, 1, 2]]
     assert (tmp_path / "s.png").read_bytes().startswith(b"\x89PNG")
@@ -566,6 +569,187 @@ def test_a_file_that_is_no_study_of_sweep_is_refused_and_not_changed(
     assert runs == []
 
 
+def write_facts(path: Path, facts: object) -> None:
+    with contextlib.closing(sqlite3.connect(path)) as database, database:
+        database.execute("UPDATE study_user_attributes SET value_json = ?", [json.dumps(facts)])
+
+
+def change(statement: str) -> Callable[[Path], None]:
+    """A change to a sound study by one statement of SQL."""
+
+    def apply(path: Path) -> None:
+        with contextlib.closing(sqlite3.connect(path)) as database, database:
+            database.execute(statement)
+
+    return apply
+
+
+NO_FACTS = "must record the flags and data of its trials, but does not. It was not changed"
+CHANGES = {
+    "facts_5": (lambda path: write_facts(path, 5), NO_FACTS),
+    "facts_null": (lambda path: write_facts(path, None), NO_FACTS),
+    "facts_list": (lambda path: write_facts(path, ["flags", "data_sha256"]), NO_FACTS),
+    "facts_without_keys": (lambda path: write_facts(path, {}), NO_FACTS),
+    "facts_without_data": (lambda path: write_facts(path, {"flags": {}}), NO_FACTS),
+    "facts_of_wrong_kind": (lambda path: write_facts(path, {"flags": [], "data_sha256": 3}), NO_FACTS),
+    "facts_with_lines": (
+        lambda path: write_facts(path, {"flags": {"lr": "a\nb\n" * 999}, "data_sha256": {}}),
+        "was started with --method None (now grid)",
+    ),
+    "facts_no_json": (change("UPDATE study_user_attributes SET value_json = '{'"), "Optuna cannot read it ("),
+    "score_text": (
+        change('UPDATE trial_user_attributes SET value_json = \'[{"overall": "high"}]\''),
+        "trial 0 must be one of sweep.py, but its scores are not numbers for overall, para, sst, sts. It was",
+    ),
+    "score_missing": (
+        change("DELETE FROM trial_user_attributes"),
+        "trial 0 must be one of sweep.py, but it does not have the scores of 1 seeds.",
+    ),
+    "score_nan": (
+        change("UPDATE trial_user_attributes SET value_json = replace(value_json, '0.3', 'NaN')"),
+        "trial 0 must be one of sweep.py, but its scores are not numbers",
+    ),
+    "value_text": (change("UPDATE trial_values SET value = 'high'"), "but its value 'high' is not the mean of its"),
+    "value_infinite": (
+        change("UPDATE trial_values SET value = NULL, value_type = 'INF_POS'"),
+        "but its value inf is not the mean of its scores, 0.3000.",
+    ),
+    "value_other": (
+        change("UPDATE trial_values SET value = 0.99"),
+        "but its value 0.99 is not the mean of its scores, 0.3000.",
+    ),
+    "value_missing": (change("DELETE FROM trial_values"), "but its value None is not the mean of its scores"),
+    "parameter_outside": (change("UPDATE trial_params SET param_value = 7"), "Optuna cannot read it ("),
+    "parameter_other": (
+        change("UPDATE trial_params SET distribution_json = replace(distribution_json, '1e-5', '1e-9')"),
+        "trial 0 must be one of sweep.py, but its value of lr is not one of the search.",
+    ),
+    "parameter_renamed": (
+        change("UPDATE trial_params SET param_name = 'epochs' WHERE param_name = 'lr'"),
+        "trial 0 must be one of sweep.py, but it has the parameters ['epochs', 'hidden_dropout_prob'].",
+    ),
+    "parameter_missing": (change("DELETE FROM trial_params"), "but it has the parameters []."),
+    "state_unknown": (change("UPDATE trials SET state = 'ASLEEP'"), "Optuna cannot read it ("),
+    "state_waiting": (change("UPDATE trials SET state = 'WAITING'"), "but its state or its reason is wrong."),
+    "pruned_without_score": (
+        change("UPDATE trials SET state = 'PRUNED', datetime_complete = NULL"),
+        "it was pruned without a score",
+    ),
+    "reason_number": (
+        change("UPDATE trial_user_attributes SET key = 'reason', value_json = '5'"),
+        "but its state or its reason is wrong.",
+    ),
+    "number_wrong": (change("UPDATE trials SET number = number + 3"), "but its number is wrong."),
+    "number_missing": (change("UPDATE trials SET number = NULL"), "but its number is wrong."),
+    "minimized": (change("UPDATE study_directions SET direction = 'MINIMIZE'"), "must be a study of sweep.py"),
+    "two_studies": (change("INSERT INTO studies (study_name) VALUES ('other')"), "must be a study of sweep.py"),
+    "no_study": (change("DELETE FROM studies"), "must be a study of sweep.py"),
+    "table_missing": (change("DROP TABLE trial_heartbeats"), "must be a complete study; tables are missing."),
+    "version_missing": (change("DELETE FROM version_info"), "must be a complete study; tables are missing."),
+    "version_other": (change("UPDATE alembic_version SET version_num = 'v9.9'"), "Optuna cannot read it ("),
+    "trigger": (
+        change("CREATE TRIGGER t AFTER INSERT ON trials BEGIN DELETE FROM trials; END"),
+        "must be a study's database, but it has views or triggers.",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def sound_study(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Namespace:
+    """The flags of a search of two parameters, and its study with three finished trials."""
+    folder = tmp_path_factory.mktemp("sound")
+    write_task_files(folder / "data")
+    flags = ["--study", folder / "s.db", *TWO_LISTS, "--", "--model", tiny_checkpoint, "--data", folder / "data"]
+    args = with_trials(sweep.get_args([*map(str, flags)]))
+    study, _ = args.study.open(args)
+    for _ in range(3):
+        study.sampler = next_sampler(args, study)
+        trial = study.ask(args.space)
+        trial.set_user_attr("scores", [dict.fromkeys(["sst", "para", "sts", "overall"], 0.3)])
+        study.tell(trial, 0.3)
+    return args
+
+
+def moved(args: Namespace, path: Path, data: bytes) -> Namespace:
+    """The same search with its study in another file."""
+    path.write_bytes(data)
+    return Namespace(**vars(args) | {"study": StudyFile(path)})
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_study_with_wrong_contents_is_refused_in_one_line_and_not_changed(
+    name: str, sound_study: Namespace, tmp_path: Path
+) -> None:
+    args = moved(sound_study, tmp_path / "s.db", sound_study.study.path.read_bytes())
+    make, message = CHANGES[name]
+    make(args.study.path)
+    before = args.study.path.read_bytes()
+    with pytest.raises(InputError) as raised:
+        args.study.open(args)
+    error = str(raised.value)
+    assert error.startswith(f"--study {args.study.path}: ")
+    assert message in error
+    assert error.isprintable()
+    assert len(error) < 20_000
+    assert args.study.path.read_bytes() == before
+
+
+def test_a_study_with_wrong_contents_ends_the_script_in_one_line(
+    run_sweep: Sweep, trained: Callable, tmp_path: Path
+) -> None:
+    runs = trained(of_nine)
+    run_sweep("--search", "lr=1e-4,1e-5", "--trials", "1")
+    runs.clear()
+    write_facts(tmp_path / "s.db", 5)
+    assert NO_FACTS in the_error(run_sweep("--search", "lr=1e-4,1e-5"))
+    assert runs == []
+
+
+def test_a_view_that_computes_forever_is_refused(run_sweep: Sweep, trained: Callable, tmp_path: Path) -> None:
+    trained(of_nine)
+    endless = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT i AS study_id FROM n"
+    change(f"CREATE VIEW studies AS {endless}")(tmp_path / "s.db")
+    started = time.monotonic()
+    assert "it has views or triggers" in the_error(run_sweep("--search", "lr=1e-4,1e-5"))
+    assert time.monotonic() - started < 30
+
+
+def damage(data: bytes, draw: random.Random) -> bytes:
+    """Flip a bit, replace bytes, or cut the file, at a place that is in use."""
+    used = [i for i, byte in enumerate(data) if byte]
+    at, length = draw.choice(used), draw.choice([1, 1, 4, 64])
+    end = min(at + length, len(data))
+    kind = draw.choice(["bit", "bit", "bytes", "zeros", "cut"])
+    if kind == "cut":
+        return data[:at]
+    new = {"bit": bytes([data[at] ^ 1 << draw.randrange(8)]), "bytes": draw.randbytes(end - at)}.get(
+        kind, bytes(end - at)
+    )
+    return data[:at] + new + data[at + len(new) :]
+
+
+@pytest.mark.parametrize("count", [200, pytest.param(2000, marks=pytest.mark.slow)])
+def test_a_damaged_study_is_used_or_refused_in_one_line_and_not_changed(
+    count: int, sound_study: Namespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every damage that can be noticed is refused; a digit of a date, say, cannot be noticed."""
+    sound, draw, errors = sound_study.study.path.read_bytes(), random.Random(count), []
+    head = RDBStorage(f"sqlite:///{sound_study.study.path}").get_head_version()  # Optuna reads ten files to find it
+    monkeypatch.setattr("optuna.storages._rdb.storage._VersionManager.get_head_version", lambda self: head)
+    for _ in range(count):
+        args = moved(sound_study, tmp_path / "s.db", damage(sound, draw))
+        before = args.study.path.read_bytes()
+        try:
+            study, _ = args.study.open(args)
+            results.table(study, args)
+            results.recipe(study, args)
+        except InputError as error:
+            errors.append(str(error))
+            assert args.study.path.read_bytes() == before
+    assert len(errors) > count / 4
+    assert all(error.isprintable() for error in errors)
+
+
 OTHER_FLAGS = {
     "--epochs 3": "was started with --epochs 10 (now 3). Give the same flags, or another --study.",
     "--method coordinate": "was started with --method grid (now coordinate).",
@@ -602,14 +786,6 @@ def test_a_study_with_other_data_is_refused(run_sweep: Sweep, trained: Callable,
     path = task_files / "sts-dev.csv"
     path.write_text(path.read_text().replace("bright", "dark"))
     assert f"s.db: {path} changed since. Give the same data, or another --study." in the_error(run_sweep(*TWO_LISTS))
-
-
-def test_a_second_sweep_on_the_same_study_is_refused(run_sweep: Sweep, trained: Callable, tmp_path: Path) -> None:
-    trained(of_nine)
-    with alone(tmp_path / "s.db"):
-        error = the_error(run_sweep(*TWO_LISTS))
-    assert "another sweep.py is working on it. Wait until it ends, or use another --study." in error
-    assert run_sweep(*TWO_LISTS, "--trials", "1").status == 0
 
 
 @pytest.mark.parametrize("place", ["runs/s-0", "s.png", "s-best.txt"])

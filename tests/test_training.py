@@ -135,7 +135,7 @@ def test_a_run_that_goes_on_ends_bit_for_bit_like_one_that_was_never_interrupted
     assert "epoch 2 " not in done.out
     one, other = (load_state(Run(tmp_path / d / "r")) for d in ("whole", "runs"))
     for state in (one, other):
-        del state["seconds"], state["log"]
+        del state["seconds"], state["log"], state["watch"]
     torch.testing.assert_close(one, other, rtol=0, atol=0)  # weights, optimizer, averages, teacher, generators, scaler
     assert same(load_file(tmp_path / "whole" / "r" / "model.safetensors"), done.weights())
     log = [json.loads(line) for line in (tmp_path / "whole" / "r" / "log.jsonl").read_text().splitlines()]
