@@ -264,7 +264,14 @@ def shared_run(world: World, open_run: Callable[[], Run]) -> Iterator[Run]:
     run = own or Run(world.broadcast(None))
     if own is not None:
         world.broadcast(run.folder)
-    with run, console.recorded(run.folder / "output.txt") if world.is_main else contextlib.nullcontext():
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(run)
+        if world.is_main:
+            path = run.folder / "output.txt"
+            try:
+                stack.enter_context(console.recorded(path))
+            except OSError as error:  # such as a symbolic link
+                raise InputError(could_not_write(path, error)) from error
         yield run
 
 

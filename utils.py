@@ -459,8 +459,9 @@ def megabytes(size: int) -> str:
 
 def write_text(path: Path, text: str) -> None:
     """Write a text file completely or not at all."""
-    with atomic_path(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+    content = text.encode()
+    with atomic_path(path, len(content)) as temporary:
+        temporary.write_bytes(content)
 
 
 def writable_directory(path: Path, flag: str) -> Path:

@@ -99,6 +99,7 @@ def test_every_flag_that_the_readme_names_exists() -> None:
     sources = [path.read_text(encoding="utf-8") for path in (*ROOT.glob("*.py"), ROOT / "setup.sh")]
     known = {flag for text in sources for flag in re.findall(r"--[a-z][\w-]*", text)}
     known |= set(multitask_flags.parser().flags)  # the flags of each task are put together there
+    known |= {"--nproc_per_node", "--nnodes"}  # torchrun's
     named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", README))
     assert {flag.replace("-", "_") for flag in named} <= {flag.replace("-", "_") for flag in known}
 
@@ -417,6 +418,16 @@ def test_every_test_that_the_pitfalls_name_exists(number: int) -> None:
         tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
         defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
         assert test in defined, f"{file} does not define {test}"
+
+
+def test_every_test_that_the_document_about_reliability_names_exists() -> None:
+    text = (ROOT / "docs" / "RELIABILITY.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(tests/\w+\.py)(?:::(\w+))?`", text)
+    assert len(named) > 30
+    for file, test in named:
+        tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+        defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+        assert not test or test in defined, f"{file} does not define {test}"
 
 
 def test_every_number_that_the_code_cites_is_in_the_pitfalls() -> None:
