@@ -29,6 +29,7 @@ import multitask_build
 import multitask_flags
 import pos
 import sampling
+import shared_flags
 from datasets import endless_batches, read_split
 from evaluation import (
     overall,
@@ -124,11 +125,12 @@ def train(args: argparse.Namespace, on_epoch: OnEpoch = lambda epoch, scores: No
             {n: with_stored_vectors(network, rows, args.eval_batch_size, precision) for n, rows in part.items()}
             for part in (training_rows, scored)
         )
-    sampler = sampling.build_sampler(args, {n: -(-len(rows) // args.batch_size) for n, rows in training_rows.items()})
+    batch_size = shared_flags.batch_size(args)
+    sampler = sampling.build_sampler(args, {n: rows.count_batches(batch_size) for n, rows in training_rows.items()})
     select = "overall" if set(args.train_tasks) == set(args.tasks) else "trained"  # the tasks that train decide
 
     def steps(epoch: int) -> Iterator[Step]:
-        sources = {n: endless_batches(rows, args.batch_size, args.seed, epoch) for n, rows in training_rows.items()}
+        sources = {n: endless_batches(rows, batch_size, args.seed, epoch) for n, rows in training_rows.items()}
         draws = (tuple(next(sources[name]) for name in names) for names in sampler.steps(epoch))
         return grouped(draws, args.accumulate)
 

@@ -5,7 +5,8 @@ import time
 from pathlib import Path
 
 from bert import ATTENTIONS
-from flags import ALWAYS, ENCODER_TRAINS, ArgumentParser, Switch, number
+from flags import ALWAYS, ENCODER_TRAINS, ArgumentParser, Need, Switch, number
+from tasks import BatchSize, Tokens
 from utils import InputError, Precision
 
 OF_THE_MACHINE = {"use_gpu", "precision", "deterministic"}  # flags that may change when a run is resumed
@@ -42,6 +43,32 @@ def add_most_used(parser: ArgumentParser, epochs: int) -> None:
     parser.section("time and memory")("--deterministic", action=Switch, needs=ALWAYS,
         help="the same bits again on the same GPU, at some cost in time; a CPU gives them anyway")  # fmt: skip
     add("--name", needs=ALWAYS, help="name of the run (default: made from the time)")
+
+
+# The default of --batch_size is filled in by `complete` of the script, so that one that was given can be told from it.
+COUNTS_ROWS = Need(
+    "batches of a number of rows, but --max_tokens counts tokens",
+    lambda args: args.max_tokens is None,
+    "Leave out --max_tokens",
+)
+LONGEST_BATCH = 10**8  # tokens
+
+
+def add_max_tokens(parser: ArgumentParser, *instead_of: str) -> None:
+    """instead_of: the flags that give a number of rows."""
+
+    def is_met(args: argparse.Namespace) -> bool:
+        return all(getattr(args, flag.removeprefix("--")) is None for flag in instead_of)
+
+    counts_tokens = Need(f"no {' and no '.join(instead_of)}", is_met, f"Leave out {' and '.join(instead_of)}")
+    parser.section("time and memory")("--max_tokens", type=number(int, 1, LONGEST_BATCH), needs=counts_tokens,
+        metavar="N", help=f"instead of {' and '.join(instead_of)}: as many rows as fit into N tokens, counting padding "
+        "and both sentences of a pair, at least one")  # fmt: skip
+
+
+def batch_size(args: argparse.Namespace, flag: str = "batch_size") -> BatchSize:
+    """The size of a training batch: --max_tokens, or the flag that gives a number of rows."""
+    return getattr(args, flag) if args.max_tokens is None else Tokens(args.max_tokens)
 
 
 def add_encoder(parser: ArgumentParser) -> None:

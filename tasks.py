@@ -99,6 +99,15 @@ class Batch:
         )
 
 
+class Tokens(NamedTuple):
+    """The size of a batch in tokens, counting padding: as many rows as fit, at least one."""
+
+    most: int
+
+
+BatchSize = int | Tokens  # a number of rows, or as many rows as fit into a number of tokens
+
+
 # --- what a task predicts ---------------------------------------------------------------------------------------------
 
 

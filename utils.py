@@ -45,8 +45,9 @@ def out_of_memory(error: torch.OutOfMemoryError) -> str:
     """One line: what torch said first, and the flags that need less memory."""
     reason = (str(error).strip() or "no details").splitlines()[0].split(". ")[0]
     return (
-        f"the GPU is out of memory ({reason}). Use a smaller --batch_size (--accumulate keeps the rows per update) or "
-        "--eval_batch_size, --precision fp16, or --checkpoint_activations; docs/GPU.md has the memory of each."
+        f"the GPU is out of memory ({reason}). Use a smaller --batch_size or --max_tokens (--accumulate keeps the rows "
+        "per update), a smaller --eval_batch_size, --precision fp16, or --checkpoint_activations; docs/GPU.md has the "
+        "memory of each."
     )
 
 
