@@ -23,6 +23,7 @@ import torch
 
 from config import BertConfig
 from flags import ALWAYS, ArgumentParser, number
+from kernels import CHUNK
 from utils import run_script
 
 # --- measured ---------------------------------------------------------------------------------------------------------
@@ -143,35 +144,40 @@ def activation_bytes(config: BertConfig, step: Step) -> int:
 
 
 def workspace_bytes(config: BertConfig, step: Step) -> int:
-    """The gradients of activations that are alive at a time: in the feed-forward part of a layer, or in attention."""
+    """What the backward pass adds at a time: in a layer's feed-forward part, in its attention, or for word logits."""
     rows = min(step.rows, step.chunk_rows or step.rows)
     H, inner, size = config.hidden_size, config.intermediate_size, HALF if step.half else FLOAT
     feed_forward = size * inner + FLOAT * 2 * H
     attention = FLOAT * (2 * config.num_attention_heads * step.length + 2 * H) - size * 2 * inner
-    logits = step.predicted_tokens * config.vocab_size * (FLOAT * 3 + (HALF if step.half else 0))
-    return rows * step.length * max(feed_forward, attention * step.scores_are_stored) + logits
+    of_layer = rows * step.length * max(feed_forward, attention * step.scores_are_stored)
+    # the logits, their log-softmax, and the gradients of both
+    of_logits = step.predicted_tokens * config.vocab_size * (4 * FLOAT + (HALF if step.half else 0))
+    return max(of_layer, of_logits)
 
 
 def parts(config: BertConfig, step: Step) -> dict[str, int]:
     """The bytes at the peak of a step, by what they are for.
 
-    The peak is either at the start of the last batch's backward pass, when all activations are there, or at its end,
-    when all gradients are. A gradient that is added to an earlier one exists beside it for a moment; the largest is
-    that of the word embeddings. Those of two passes are added first, into a third.
+    The peak is at one of three moments: when the last batch's backward pass starts, and all activations are there; when
+    it ends, and all gradients are; or when the tasks' gradients are combined, for which a GPU copies a part of them. A
+    gradient that is added to an earlier one exists beside it for a moment; the largest is that of the word embeddings.
+    Those of two uses in a batch are added first, into a third.
     """
     weights = FLOAT * parameters(config)
-    most_gradients = max(1, step.kept_tasks)  # sets of gradients that are kept
+    sets = max(1, step.kept_tasks)  # of gradients
+    casts = HALF * linear_parameters(config) if step.half else 0
+    used_twice = step.lookups > 1 or step.predicted_tokens > 0  # word pieces are predicted by the same matrix
+    added = FLOAT * config.vocab_size * config.hidden_size * ((step.batches > sets) + 2 * used_twice)
+    copied = FLOAT * step.kept_tasks * min(CHUNK, parameters(config)) if step.on_gpu else 0
+    activations, workspace = activation_bytes(config, step), workspace_bytes(config, step)
+    names = "gradients", "weights in half precision", "activations", "workspace"
+    moments = [
+        (min(step.batches - 1, sets) * weights, casts, activations, workspace),
+        (min(step.batches, sets) * weights, casts, 0, added),
+        (min(step.batches, sets) * weights, 0, 0, copied),
+    ]
     fixed = {"weights": weights, "moments of AdamW": 2 * weights, "copies of the weights": step.copies * weights}
-    fixed["weights in half precision"] = HALF * linear_parameters(config) if step.half else 0
-    at_start = {
-        "gradients": min(step.batches - 1, most_gradients) * weights,
-        "activations": activation_bytes(config, step),
-        "workspace": workspace_bytes(config, step),
-    }
-    word_embeddings = FLOAT * config.vocab_size * config.hidden_size
-    added = word_embeddings * ((step.batches > most_gradients) + (2 if step.lookups > 1 else 0))
-    at_end = {"gradients": min(step.batches, most_gradients) * weights, "activations": 0, "workspace": added}
-    return fixed | max(at_start, at_end, key=lambda moment: sum(moment.values()))
+    return fixed | dict(zip(names, max(moments, key=sum), strict=True))
 
 
 def peak(config: BertConfig, step: Step) -> int:
