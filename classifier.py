@@ -169,9 +169,9 @@ def parser() -> ArgumentParser:
     add("--tasks", nargs="+", choices=sorted(PART_1_TASKS), default=["sst", "cfimdb"], needs=ALWAYS,
         help="data sets to train on, in this order")  # fmt: skip
     for task, flag in BATCH_SIZE_FLAGS.items():
-        add(f"--{flag}", type=number(int, 1, 4096), needs=(trains(task), shared_flags.COUNTS_ROWS), metavar="N",
+        add(f"--{flag}", type=number(int, 1, 4096), needs=(trains(task), shared_flags.ONE_SIZE), metavar="N",
             help=f"rows per update on {task}; 64 fits a 12 GB GPU (default: {BATCH_SIZE})")  # fmt: skip
-    shared_flags.add_max_tokens(new, *(f"--{flag}" for flag in BATCH_SIZE_FLAGS.values()))
+    shared_flags.add_max_tokens(new)
     optimizer.add_arguments(new, lr=None, lr_default=" (default: 1e-3 for pretrain, 1e-5 for finetune)")
     shared_flags.add_encoder(new)
     new.section("the model")(

@@ -73,9 +73,9 @@ def parser() -> ArgumentParser:
         needs=ALWAYS,
         help="tasks to train and score",
     )
-    add("--batch_size", type=number(int, 1, 4096), needs=shared_flags.COUNTS_ROWS, metavar="N",
+    add("--batch_size", type=number(int, 1, 4096), needs=shared_flags.ONE_SIZE, metavar="N",
         help=f"rows of a task per step; 64 fits a 12 GB GPU (default: {BATCH_SIZE})")  # fmt: skip
-    shared_flags.add_max_tokens(new, "--batch_size")
+    shared_flags.add_max_tokens(new)
     optimizer.add_arguments(new, lr=1e-5)
     shared_flags.add_long_training(new)
     _add_model(new)

@@ -444,9 +444,9 @@ def parser() -> ArgumentParser:
         help=f"sum of {', '.join(OBJECTIVES)}",
     )
     shared_flags.add_most_used(new, epochs=3)
-    add("--batch_size", type=number(int, 1, 4096), needs=shared_flags.COUNTS_ROWS, metavar="N",
+    add("--batch_size", type=number(int, 1, 4096), needs=shared_flags.ONE_SIZE, metavar="N",
         help=f"rows of each objective per step (default: {BATCH_SIZE})")  # fmt: skip
-    shared_flags.add_max_tokens(new, "--batch_size")
+    shared_flags.add_max_tokens(new)
     optimizer.add_arguments(new, lr=5e-5)
     shared_flags.add_long_training(new)
     _add_objectives(new)

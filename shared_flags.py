@@ -46,24 +46,19 @@ def add_most_used(parser: ArgumentParser, epochs: int) -> None:
 
 
 # The default of --batch_size is filled in by `complete` of the script, so that one that was given can be told from it.
-COUNTS_ROWS = Need(
-    "batches of a number of rows, but --max_tokens counts tokens",
-    lambda args: args.max_tokens is None,
+ROW_FLAGS = ("batch_size", "cfimdb_batch_size")  # the flags that give a number of rows
+ONE_SIZE = Need(
+    "one size of a batch, in rows or in tokens, but both are given",
+    lambda args: args.max_tokens is None or all(getattr(args, flag, None) is None for flag in ROW_FLAGS),
     "Leave out --max_tokens",
 )
-LONGEST_BATCH = 10**8  # tokens
 
 
-def add_max_tokens(parser: ArgumentParser, *instead_of: str) -> None:
-    """instead_of: the flags that give a number of rows."""
-
-    def is_met(args: argparse.Namespace) -> bool:
-        return all(getattr(args, flag.removeprefix("--")) is None for flag in instead_of)
-
-    counts_tokens = Need(f"no {' and no '.join(instead_of)}", is_met, f"Leave out {' and '.join(instead_of)}")
-    parser.section("time and memory")("--max_tokens", type=number(int, 1, LONGEST_BATCH), needs=counts_tokens,
-        metavar="N", help=f"instead of {' and '.join(instead_of)}: as many rows as fit into N tokens, counting padding "
-        "and both sentences of a pair, at least one")  # fmt: skip
+def add_max_tokens(parser: ArgumentParser) -> None:
+    add = parser.section("time and memory")
+    add("--max_tokens", type=number(int, 1, 10**8), needs=ONE_SIZE, metavar="N",
+        help="instead of --batch_size: as many rows as fit into N tokens, counting padding and both sentences of a "
+        "pair, at least one")  # fmt: skip
 
 
 def batch_size(args: argparse.Namespace, flag: str = "batch_size") -> BatchSize:

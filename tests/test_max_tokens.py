@@ -166,7 +166,7 @@ def test_a_dry_run_by_tokens_makes_two_updates(name: str, run: Run, monkeypatch:
 def test_both_sizes_together_are_refused(name: str, size: int, run: Run):
     error = the_error(run(BY_NAME[name], "--batch_size", size, "--max_tokens", 512))
     assert error == (
-        f"error: --batch_size {size} needs batches of a number of rows, but --max_tokens counts tokens. Leave out "
+        f"error: --batch_size {size} needs one size of a batch, in rows or in tokens, but both are given. Leave out "
         "--max_tokens, or leave out --batch_size."
     )
 
@@ -195,7 +195,7 @@ def test_a_later_size_replaces_that_of_a_recipe(name: str, tmp_path: Path, capsy
 
 def test_part_1_refuses_max_tokens_with_the_size_of_either_task():
     for flag in ("--batch_size", "--cfimdb_batch_size"):
-        with pytest.raises(ValueError, match=f"{flag} 4 needs batches of a number of rows"):
+        with pytest.raises(ValueError, match=f"{flag} 4 needs one size of a batch"):
             classifier.get_args(["--max_tokens", "512", flag, "4"])
 
 
