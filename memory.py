@@ -158,10 +158,11 @@ def workspace_bytes(config: BertConfig, step: Step) -> int:
 def parts(config: BertConfig, step: Step) -> dict[str, int]:
     """The bytes at the peak of a step, by what they are for.
 
-    The peak is at one of three moments: when the last batch's backward pass starts, and all activations are there; when
-    it ends, and all gradients are; or when the tasks' gradients are combined, for which a GPU copies a part of them. A
-    gradient that is added to an earlier one exists beside it for a moment; the largest is that of the word embeddings.
-    Those of two uses in a batch are added first, into a third.
+    The peak is at one of four moments: when the last batch's backward pass starts, and all activations are there; when
+    it is through with one of several passes, whose gradients wait for those of the others; when it ends, and all
+    gradients are there; or when the tasks' gradients are combined, for which a GPU copies a part of them. A gradient
+    that is added to an earlier one exists beside it for a moment; the largest is that of the word embeddings. Those of
+    two uses in a batch are added first, into a third.
     """
     weights = FLOAT * parameters(config)
     sets = max(1, step.kept_tasks)  # of gradients
@@ -170,9 +171,12 @@ def parts(config: BertConfig, step: Step) -> dict[str, int]:
     added = FLOAT * config.vocab_size * config.hidden_size * ((step.batches > sets) + 2 * used_twice)
     copied = FLOAT * step.kept_tasks * min(CHUNK, parameters(config)) if step.on_gpu else 0
     activations, workspace = activation_bytes(config, step), workspace_bytes(config, step)
+    others = activations * (step.passes - 1) // step.passes  # of the passes that are not through
+    waiting = linear_parameters(config) * (HALF if step.half else FLOAT) * (step.passes > 1)
     names = "gradients", "weights in half precision", "activations", "workspace"
     moments = [
         (min(step.batches - 1, sets) * weights, casts, activations, workspace),
+        (min(step.batches - 1, sets) * weights, casts, others, workspace + waiting),
         (min(step.batches, sets) * weights, casts, 0, added),
         (min(step.batches, sets) * weights, 0, 0, copied),
     ]
