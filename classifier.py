@@ -53,6 +53,8 @@ from utils import (
 from watch import Watch, note_about_rate
 
 PART_1_TASKS = {"sst": SST, "cfimdb": CFIMDB}
+BATCH_SIZE_FLAGS = {"sst": "batch_size", "cfimdb": "cfimdb_batch_size"}
+BATCH_SIZE = 8  # the handout's
 LEARNING_RATES = {"pretrain": 1e-3, "finetune": 1e-5}  # the starter's 1e-3 for both would ruin fine-tuning
 
 
@@ -135,12 +137,12 @@ def fit_task(
     trainable, total = count_parameters(model)
     sizes = ", ".join(f"{name} {len(split)}" for name, split in splits.items())
     print(f"{task.name}: {sizes} rows | {trainable:,} of {total:,} parameters train", flush=True)
-    batch_size = {"sst": args.batch_size, "cfimdb": args.cfimdb_batch_size}[task.name]
+    batch_size = shared_flags.batch_size(args, BATCH_SIZE_FLAGS[task.name])
     if model.frozen:
         for name, split in splits.items():
             splits[name] = with_stored_vectors(model, split, args.eval_batch_size, precision)
 
-    total_steps = -(-len(splits["train"]) // batch_size)
+    total_steps = splits["train"].count_batches(batch_size)
     update = optimizer.build_optimizer(args, model)
     schedule = optimizer.build_schedule(update, args.schedule, total_steps * args.epochs, args.warmup)
     trainer = Trainer(
@@ -191,9 +193,10 @@ def parser() -> ArgumentParser:
     add = new.section("most used")
     add("--tasks", nargs="+", choices=sorted(PART_1_TASKS), default=["sst", "cfimdb"], needs=ALWAYS,
         help="data sets to train on, in this order")  # fmt: skip
-    for flag, task in (("--batch_size", "sst"), ("--cfimdb_batch_size", "cfimdb")):
-        add(flag, type=number(int, 1, 4096), default=8, needs=trains(task), metavar="N",
-            help=f"rows per update on {task}; 64 fits a 12 GB GPU")  # fmt: skip
+    for task, flag in BATCH_SIZE_FLAGS.items():
+        add(f"--{flag}", type=number(int, 1, 4096), needs=(trains(task), shared_flags.ONE_SIZE), metavar="N",
+            help=f"rows per update on {task}; 64 fits a 12 GB GPU (default: {BATCH_SIZE})")  # fmt: skip
+    shared_flags.add_max_tokens(new)
     shared_flags.add_checkpoints(new)
     optimizer.add_arguments(new, lr=None, lr_default=" (default: 1e-3 for pretrain, 1e-5 for finetune)")
     shared_flags.add_encoder(new)
@@ -213,6 +216,8 @@ def trains(task: str) -> Need:
 def complete(args: argparse.Namespace) -> argparse.Namespace:
     """Fill in the defaults that follow from other flags."""
     new = {"lr": args.lr or LEARNING_RATES[args.option], "name": shared_flags.run_name(args, args.option)}
+    for task in args.tasks if args.max_tokens is None else ():
+        new[BATCH_SIZE_FLAGS[task]] = getattr(args, BATCH_SIZE_FLAGS[task]) or BATCH_SIZE
     return argparse.Namespace(**vars(args) | new)
 
 

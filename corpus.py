@@ -13,9 +13,9 @@ from typing import NamedTuple, Self
 import torch
 from torch import Generator, Tensor
 
-from datasets import Ragged, bucketed_rows, epoch_generator, join_pair, trim_padding
+from datasets import Ragged, bucketed_rows, count_batches, epoch_generator, join_pair, trim_padding
 from readers import NO_GOLD_LABEL, nli_lines, read_examples, report_skipped, text_lines
-from tasks import IGNORED, PARA, Batch, Encoded, Task
+from tasks import IGNORED, PARA, Batch, BatchSize, Encoded, Task
 from tokenizer import SPECIAL_TOKENS, BertTokenizer
 from utils import InputError, warn
 
@@ -168,7 +168,7 @@ class Corpus(NamedTuple):
         sizes = torch.tensor([len(sentences) for sentences in documents])
         return cls(tokens, torch.arange(len(documents)).repeat_interleave(sizes))
 
-    def padded(self, batch_size: int, padding_id: int, generator: Generator) -> Iterator[Encoded]:
+    def padded(self, batch_size: BatchSize, padding_id: int, generator: Generator) -> Iterator[Encoded]:
         """Every sentence once, in batches of similar length, in random order."""
         for rows in bucketed_rows(self.tokens.lengths, batch_size, generator):
             yield self.tokens.pad(rows, padding_id)
@@ -248,10 +248,13 @@ class MaskedSentences:
     def __len__(self) -> int:
         return len(self.corpus.document)
 
-    def batches(self, batch_size: int, generator: Generator) -> Iterator[Batch]:
+    def batches(self, batch_size: BatchSize, generator: Generator) -> Iterator[Batch]:
         for sentences in self.corpus.padded(batch_size, self.padding_id, generator):
             masked, labels = self.masking(sentences.token_ids, generator)
             yield Batch("mlm", [], (sentences._replace(token_ids=masked),), labels)
+
+    def count_batches(self, batch_size: BatchSize, generator: Generator | None = None) -> int:
+        return count_batches(self.corpus.tokens.lengths, batch_size)
 
 
 class NextSentences:
@@ -293,12 +296,20 @@ class NextSentences:
         is_next = torch.rand(len(self), generator=generator) < 0.5
         return torch.where(is_next, self.first + 1, random), torch.where(is_next, IS_NEXT, IS_RANDOM)
 
-    def batches(self, batch_size: int, generator: Generator) -> Iterator[Batch]:
+    def batches(self, batch_size: BatchSize, generator: Generator) -> Iterator[Batch]:
         second, labels = self.pairs(generator)
-        lengths = self.tokens.lengths[self.first] + self.tokens.lengths[second]
-        for rows in bucketed_rows(lengths, batch_size, generator):
+        for rows in bucketed_rows(self.costs(second), batch_size, generator):
             a, b = (self.tokens.pad(side[rows], self.padding_id) for side in (self.first, second))
             yield Batch("nsp", [], (trim_padding(join_pair(a, b, self.max_length)),), labels[rows])
+
+    def count_batches(self, batch_size: BatchSize, generator: Generator) -> int:
+        """The number of batches of the pass with this generator, which draws the pairs and so their lengths."""
+        return count_batches(self.costs(self.pairs(generator)[0]), batch_size)
+
+    def costs(self, second: Tensor) -> Tensor:
+        """The number of tokens of every pair, if this is the second sentence of each; a joined pair has one [CLS]."""
+        together = self.tokens.lengths[self.first] + self.tokens.lengths[second] - 1
+        return together.clamp(max=self.max_length)
 
 
 @dataclass(frozen=True)
@@ -311,12 +322,20 @@ class SentencesTwice:
     def __len__(self) -> int:
         return len(self.corpus.document)
 
-    def batches(self, batch_size: int, generator: Generator) -> Iterator[Batch]:
+    def batches(self, batch_size: BatchSize, generator: Generator) -> Iterator[Batch]:
         tokens = self.corpus.tokens
-        for rows in bucketed_rows(tokens.lengths, batch_size, generator):
+        for rows in bucketed_rows(self.costs, batch_size, generator):
             sentences, hashes = tokens.pad(rows, self.padding_id), tokens.hashes(rows)
             labels = torch.arange(len(rows))
             yield Batch("simcse", [], (sentences, sentences), labels, text_hashes=(hashes, hashes))
+
+    def count_batches(self, batch_size: BatchSize, generator: Generator | None = None) -> int:
+        return count_batches(self.costs, batch_size)
+
+    @property
+    def costs(self) -> Tensor:
+        """The number of tokens that BERT computes for every row."""
+        return 2 * self.corpus.tokens.lengths
 
 
 @dataclass(frozen=True)
@@ -329,9 +348,8 @@ class PositivePairs:
     def __len__(self) -> int:
         return len(self.corpus.negative)
 
-    def batches(self, batch_size: int, generator: Generator) -> Iterator[Batch]:
-        lengths = torch.maximum(self.corpus.first.lengths, self.corpus.second.lengths)
-        for rows in bucketed_rows(lengths, batch_size, generator):
+    def batches(self, batch_size: BatchSize, generator: Generator) -> Iterator[Batch]:
+        for rows in bucketed_rows(self.costs, batch_size, generator):
             columns = [(self.corpus.first, rows), (self.corpus.second, rows)]
             negatives = self.corpus.negative[rows]
             if (negatives >= 0).any():
@@ -339,3 +357,17 @@ class PositivePairs:
             sentences = tuple(column.pad(chosen, self.padding_id) for column, chosen in columns)
             hashes = tuple(column.hashes(chosen) for column, chosen in columns)
             yield Batch("simcse_supervised", [], sentences, torch.arange(len(rows)), text_hashes=hashes)
+
+    def count_batches(self, batch_size: BatchSize, generator: Generator | None = None) -> int:
+        return count_batches(self.costs, batch_size)
+
+    @property
+    def costs(self) -> Tensor:
+        """The number of tokens that BERT computes for every row, as if all rows had a negative if some have one."""
+        corpus = self.corpus
+        longest = torch.maximum(corpus.first.lengths, corpus.second.lengths)
+        has_one = corpus.negative >= 0
+        if not has_one.any():
+            return 2 * longest
+        negatives = corpus.negatives.lengths[corpus.negative.clamp(min=0)].where(has_one, 0)
+        return 3 * torch.maximum(longest, negatives)

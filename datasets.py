@@ -16,7 +16,7 @@ from torch import Generator, Tensor
 from torch.utils.data import Dataset
 
 from readers import Examples, read_examples, report_skipped
-from tasks import PARA, SST, STS, Batch, Encoded, Task
+from tasks import PARA, SST, STS, Batch, BatchSize, Encoded, Task, Tokens
 from tokenizer import BertTokenizer
 from utils import InputError, warn
 
@@ -185,8 +185,13 @@ class Split:
 
     @property
     def lengths(self) -> Tensor:
-        """The number of tokens that a row costs: its longest column."""
+        """The number of tokens of a row's longest column."""
         return torch.stack([column.lengths for column in self.columns]).amax(0)
+
+    @property
+    def costs(self) -> Tensor:
+        """The number of tokens that BERT computes for a row: all columns, each padded to the longest."""
+        return len(self.columns) * self.lengths
 
     @property
     def truncated(self) -> int:
@@ -207,10 +212,14 @@ class Split:
             None if self.teacher is None else self.teacher[rows],
         )
 
-    def batches(self, batch_size: int, generator: Generator) -> Iterator[Batch]:
+    def batches(self, batch_size: BatchSize, generator: Generator) -> Iterator[Batch]:
         """One pass over the rows, in random batches of similar length."""
-        for rows in bucketed_rows(self.lengths, batch_size, generator):
+        for rows in bucketed_rows(self.costs, batch_size, generator):
             yield self.batch(rows)
+
+    def count_batches(self, batch_size: BatchSize, generator: Generator | None = None) -> int:
+        """The number of batches of a pass: the same for every generator."""
+        return count_batches(self.costs, batch_size)
 
     def select(self, rows: Tensor) -> Self:
         """A subset of the rows, in the order given."""
@@ -232,16 +241,85 @@ class Split:
         return dataclasses.replace(self, hash_texts=True)
 
 
-def bucketed_rows(lengths: Tensor, batch_size: int, generator: Generator, pool: int = 50) -> list[Tensor]:
+class Band(NamedTuple):
+    """Consecutive rows in order of decreasing cost that are cut into batches of the same number of rows."""
+
+    start: int
+    end: int
+    batch_rows: int
+
+
+def bands(descending: list[int], batch_size: BatchSize) -> list[Band]:
+    """Cut rows, given by their costs from large to small, into bands. Batches of a band may hold any of its rows.
+
+    A batch of n rows costs n times its largest row. Going from large to small, every batch takes as many rows as fit.
+    Adjacent batches of n rows each form a band: its largest row fits n times, so the band's rows can be exchanged at
+    will without exceeding the limit. The bands follow from the costs alone: they are the same in every epoch.
+    """
+    if isinstance(batch_size, int):
+        return [Band(0, len(descending), batch_size)]
+    found: list[Band] = []
+    start = 0
+    while start < len(descending):
+        n = max(1, batch_size.most // max(1, descending[start]))
+        end = min(start + n, len(descending))
+        if found and found[-1].batch_rows == n:
+            found[-1] = found[-1]._replace(end=end)
+        else:
+            found.append(Band(start, end, n))
+        start = end
+    return found
+
+
+def count_batches(costs: Tensor, batch_size: BatchSize) -> int:
+    """The number of batches that bucketed_rows makes, whatever its generator."""
+    return sum(-(-(band.end - band.start) // band.batch_rows) for band in bands(_descending(costs), batch_size))
+
+
+def _descending(costs: Tensor) -> list[int]:
+    return costs.sort(descending=True).values.tolist()
+
+
+def bucketed_rows(costs: Tensor, batch_size: BatchSize, generator: Generator, pool: int = 50) -> list[Tensor]:
     """Every row once, in batches of similar length, in random order.
 
-    Rows are shuffled, cut into pools of `pool` batches, and sorted by length within each pool; then the batches are
-    shuffled. Padding shrinks to a few percent while batches still differ from epoch to epoch.
+    costs: the number of tokens of each row, or a multiple of it. Rows are shuffled, cut into pools of `pool` batches,
+    and sorted by length within each pool; then the batches are shuffled. Padding shrinks to a few percent while batches
+    still differ from epoch to epoch. If the size is in tokens, this is done in each band; rows of equal cost are
+    shuffled before they are divided among bands.
     """
-    order = torch.randperm(len(lengths), generator=generator)
-    pools = (p[lengths[p].argsort(stable=True)] for p in order.split(pool * batch_size))
-    batches = [b for p in pools for b in p.split(batch_size)]
+    order = torch.randperm(len(costs), generator=generator)
+    if isinstance(batch_size, Tokens):
+        order = order[costs[order].argsort(descending=True, stable=True)]
+    batches: list[Tensor] = []
+    for start, end, batch_rows in bands(costs[order].tolist(), batch_size):
+        rows = order[start:end]
+        if isinstance(batch_size, Tokens):
+            rows = rows[torch.randperm(len(rows), generator=generator)]
+        pools = (p[costs[p].argsort(stable=True)] for p in rows.split(pool * batch_rows))
+        batches += [b for p in pools for b in p.split(batch_rows)]
     return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
+
+
+def check_rows_meet(costs: Tensor, batch_size: BatchSize, loss: str) -> None:
+    """Refuse a limit in tokens that leaves every row alone in its batch, if a loss compares rows; note such rows.
+
+    loss: names the loss in messages. For a batch of one row, such a loss is 0.
+    """
+    if isinstance(batch_size, int) or not len(costs):
+        return
+    alone = int((2 * costs > batch_size.most).sum())
+    enough = 2 * int(costs.max())
+    if 2 * int(costs.min()) > batch_size.most:
+        raise InputError(
+            f"{loss} compares the rows of a batch, but no two rows fit into --max_tokens {batch_size.most}. Use at "
+            f"least {enough}."
+        )
+    if alone:
+        warn(
+            f"{loss} compares the rows of a batch; {alone} of {len(costs)} rows are alone in theirs. --max_tokens "
+            f"{enough} leaves none alone."
+        )
 
 
 def sorted_rows(lengths: Tensor, batch_size: int) -> list[Tensor]:
@@ -259,10 +337,12 @@ class Source(Protocol):
     """Rows that come in random batches: a Split, or the rows of a pre-training objective."""
 
     def __len__(self) -> int: ...
-    def batches(self, batch_size: int, generator: Generator) -> Iterator[Batch]: ...
+    def batches(self, batch_size: BatchSize, generator: Generator) -> Iterator[Batch]: ...
+    def count_batches(self, batch_size: BatchSize, generator: Generator) -> int:
+        """The number of batches of a pass with this generator."""
 
 
-def endless_batches(source: Source, batch_size: int, seed: int, epoch: int) -> Iterator[Batch]:
+def endless_batches(source: Source, batch_size: BatchSize, seed: int, epoch: int) -> Iterator[Batch]:
     """Pass after pass over the rows, each reshuffled: nothing is replayed and nothing is kept in memory."""
     for number in itertools.count():
         yield from source.batches(batch_size, epoch_generator(seed, epoch, number))

@@ -1,6 +1,7 @@
 """From the flags of Part 2 to the model, the trainer and the data. Code below these builders does not read flags."""
 
 import argparse
+import bisect
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -13,14 +14,15 @@ import losses
 import optimizer
 import pcgrad
 import pos
+import shared_flags
 import smart
 from bert import BertModel
-from datasets import Split, epoch_generator, read_split
+from datasets import Split, check_rows_meet, count_batches, epoch_generator, read_split
 from evaluation import read_logits
 from losses import losses_of
 from model import MultitaskBERT
 from multitask_flags import branches, data_paths, logits_remedy
-from tasks import TASKS
+from tasks import TASKS, BatchSize
 from tokenizer import BertTokenizer
 from trainer import Trainer
 from utils import InputError, Precision, SideStream
@@ -110,9 +112,16 @@ def load_splits(args: argparse.Namespace, tokenizer: BertTokenizer, which: Itera
         if "train" in splits[name]:
             splits[name]["train"] = training_rows(splits[name]["train"], args)
         if args.dry_run:
-            two_steps = 2 * args.batch_size * args.accumulate
-            splits[name] = {s: rows.select(torch.arange(min(len(rows), two_steps))) for s, rows in splits[name].items()}
+            two_steps = partial(first_batches, count=2 * args.accumulate, batch_size=shared_flags.batch_size(args))
+            splits[name] = {s: two_steps(rows) for s, rows in splits[name].items()}
     return splits
+
+
+def first_batches(split: Split, count: int, batch_size: BatchSize) -> Split:
+    """The first rows of the split, as many as fill this number of batches."""
+    costs = split.costs
+    fitting = bisect.bisect_right(range(1, len(split) + 1), count, key=lambda n: count_batches(costs[:n], batch_size))
+    return split.select(torch.arange(fitting))
 
 
 def training_rows(split: Split, args: argparse.Namespace) -> Split:
@@ -121,10 +130,14 @@ def training_rows(split: Split, args: argparse.Namespace) -> Split:
         split = split.with_text_hashes()
     wanted = max(2, round(getattr(args, f"{split.task.name}_fraction") * len(split)))
     wanted = min(wanted, args.max_train or wanted)
-    if wanted >= len(split):
-        return split
-    rows = torch.randperm(len(split), generator=epoch_generator(args.seed, 0))[:wanted]
-    return split.select(rows.sort().values)
+    if wanted < len(split):
+        rows = torch.randperm(len(split), generator=epoch_generator(args.seed, 0))[:wanted]
+        split = split.select(rows.sort().values)
+    comparing = [name for name, loss in losses_of(args, split.task.name).items() if loss.compares_rows]
+    if comparing:
+        spec = getattr(args, f"{split.task.name}_loss")
+        check_rows_meet(split.costs, shared_flags.batch_size(args), f"--{split.task.name}_loss {spec}: {comparing[0]}")
+    return split
 
 
 def with_teacher(split: Split, path: Path) -> Split:

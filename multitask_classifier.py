@@ -32,6 +32,7 @@ import multitask_build
 import multitask_flags
 import pos
 import sampling
+import shared_flags
 from checkpoints import restore_best
 from datasets import endless_batches, read_split
 from distributed import World
@@ -150,11 +151,12 @@ def fit_network(
             {n: with_stored_vectors(network, rows, args.eval_batch_size, precision) for n, rows in part.items()}
             for part in (training_rows, scored)
         )
-    sampler = sampling.build_sampler(args, {n: -(-len(rows) // args.batch_size) for n, rows in training_rows.items()})
+    batch_size = shared_flags.batch_size(args)
+    sampler = sampling.build_sampler(args, {n: rows.count_batches(batch_size) for n, rows in training_rows.items()})
     select = "overall" if set(args.train_tasks) == set(args.tasks) else "trained"  # the tasks that train decide
 
     def steps(epoch: int) -> Iterator[Step]:
-        sources = {n: endless_batches(rows, args.batch_size, args.seed, epoch) for n, rows in training_rows.items()}
+        sources = {n: endless_batches(rows, batch_size, args.seed, epoch) for n, rows in training_rows.items()}
         draws = (tuple(next(sources[name]) for name in names) for names in sampler.steps(epoch))
         return grouped(draws, args.accumulate)
 

@@ -33,6 +33,7 @@ from utils import InputError
 
 SPLITS = ("train", "dev", "test")
 SCORED = ("dev", "test")  # the splits that predictions are written for
+BATCH_SIZE = 8  # the handout's
 
 # --- the parser -------------------------------------------------------------------------------------------------------
 
@@ -73,8 +74,9 @@ def parser() -> ArgumentParser:
         needs=ALWAYS,
         help="tasks to train and score",
     )
-    add("--batch_size", type=number(int, 1, 4096), default=8, needs=ALWAYS, metavar="N",
-        help="rows of a task per step; 64 fits a 12 GB GPU")  # fmt: skip
+    add("--batch_size", type=number(int, 1, 4096), needs=shared_flags.ONE_SIZE, metavar="N",
+        help=f"rows of a task per step; 64 fits a 12 GB GPU (default: {BATCH_SIZE})")  # fmt: skip
+    shared_flags.add_max_tokens(new)
     optimizer.add_arguments(new, lr=1e-5)
     shared_flags.add_long_training(new)
     _add_model(new)
@@ -197,6 +199,8 @@ def complete(args: argparse.Namespace) -> argparse.Namespace:
     args.data, args.predictions = Path(args.data), Path(args.predictions)
     args.tasks = list(dict.fromkeys(args.tasks))
     args.train_tasks = list(dict.fromkeys(args.train_tasks or args.tasks))
+    if args.batch_size is None and args.max_tokens is None:
+        args.batch_size = BATCH_SIZE
     for task in map(TASKS.get, args.tasks):
         read = SPLITS if task.name in args.train_tasks else SCORED
         of_task = {split: str(args.data / task.filename(split)) for split in read}
@@ -433,7 +437,8 @@ def check_teacher(args: argparse.Namespace) -> None:
 
 def check_chunks(args: argparse.Namespace) -> None:
     views = [branches(args)[name].pairing_for("train").views for name in args.train_tasks]
-    most = args.batch_size * max(1 + max(i for view in of_task for i in view) for of_task in views)
+    most = max(1 + max(i for view in of_task for i in view) for of_task in views) * (args.batch_size or 0)
+    most = args.max_tokens // 2 if args.max_tokens else most  # a sentence has two tokens or more
     if args.chunk_rows is not None and args.chunk_rows >= most:
         raise InputError(
             f"--chunk_rows must be below the number of sentences in a batch, at most {most} here, found "

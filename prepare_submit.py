@@ -41,6 +41,7 @@ SCRIPTS = (
     "loops.py",
     "losses.py",
     "members.py",
+    "memory.py",
     "model.py",
     "multitask_build.py",
     "multitask_classifier.py",

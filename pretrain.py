@@ -15,6 +15,7 @@ import argparse
 import functools
 import itertools
 import operator
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -37,7 +38,7 @@ from bert import BertModel
 from checkpoints import STATE
 from config import ACTIVATIONS
 from corpus import HELD_OUT_SEED, IGNORED, Corpus, Documents, Masking, Pair, PairCorpus
-from datasets import Source, endless_batches
+from datasets import Source, check_rows_meet, endless_batches, epoch_generator
 from distributed import World, local_sentences
 from flags import ALWAYS, ArgumentParser, Need, Switch, check_stored, number, parse_spec
 from losses import at_least_float32, same_meaning, simcse_scores, without_excluded
@@ -58,6 +59,7 @@ from utils import (
     warn,
 )
 
+BATCH_SIZE = 32
 HELD_OUT_BATCH = 32  # not a flag: held-out figures of different runs must be comparable
 
 # --- the model --------------------------------------------------------------------------------------------------------
@@ -310,6 +312,8 @@ def build_sources(args: argparse.Namespace, tokenizer: BertTokenizer) -> dict[st
         name: Sources(*(OBJECTIVES[name].source(args, tokenizer, c) for c in corpora[OBJECTIVES[name].on_pairs]))
         for name in names
     }
+    for name in CONTRASTIVE & set(names):
+        check_rows_meet(sources[name].train.costs, shared_flags.batch_size(args), f"--objective {name}")
     for name, of_name in sources.items():
         batches = of_name.held_out.batches(HELD_OUT_BATCH, Generator().manual_seed(HELD_OUT_SEED))
         if not any(len(targets(batch)) for batch in batches):
@@ -410,20 +414,27 @@ def fit_model(
         run.log(epoch=0, scores=before)
         model.world.on_main(run.write_log)
         print(" | ".join(["before training", *(f"{name} {value:.3f}" for name, value in before.items())]), flush=True)
-    draws = max(-(-len(of_name.train) // args.batch_size) for of_name in sources.values())
+    batch_size = shared_flags.batch_size(args)
+
+    def draws(epoch: int) -> int:
+        """The number of batches in a pass over the source that has most; --max_tokens can make nsp's vary."""
+        passes = (s.train.count_batches(batch_size, epoch_generator(args.seed, epoch)) for s in sources.values())
+        return min(max(passes), 2 * args.accumulate if args.dry_run else sys.maxsize)
 
     def steps(epoch: int) -> Iterator[Step]:
         """One batch of every objective per draw; an epoch is a pass over the largest source, the others start again."""
-        streams = [endless_batches(s.train, args.batch_size, args.seed, epoch) for s in sources.values()]
-        return grouped(itertools.islice(zip(*streams, strict=True), draws), args.accumulate)
+        streams = [endless_batches(s.train, batch_size, args.seed, epoch) for s in sources.values()]
+        return grouped(itertools.islice(zip(*streams, strict=True), draws(epoch)), args.accumulate)
 
-    steps_in_epoch = -(-draws // args.accumulate)
-    trainer = build_trainer(args, model, precision, steps_in_epoch * args.epochs)
+    def steps_in(epoch: int) -> int:
+        return -(-draws(epoch) // args.accumulate)
+
+    trainer = build_trainer(args, model, precision, sum(steps_in(epoch) for epoch in range(1, args.epochs + 1)))
     model.world.seed_apart(args.seed)
     return fit(
-        trainer, steps, evaluate, "held-out loss", args.epochs, run, better=operator.lt,
-        steps_in=lambda epoch: steps_in_epoch, patience=args.patience,
-        save_minutes=None if args.dry_run else args.save_minutes, keep_state=args.keep_state, resume=args.resume,
+        trainer, steps, evaluate, "held-out loss", args.epochs, run, better=operator.lt, steps_in=steps_in,
+        patience=args.patience, save_minutes=None if args.dry_run else args.save_minutes, keep_state=args.keep_state,
+        resume=args.resume,
     )  # fmt: skip
 
 
@@ -476,8 +487,9 @@ def parser() -> ArgumentParser:
         help=f"sum of {', '.join(OBJECTIVES)}",
     )
     shared_flags.add_most_used(new, epochs=3)
-    add("--batch_size", type=number(int, 1, 4096), default=32, needs=ALWAYS, metavar="N",
-        help="rows of each objective per step")  # fmt: skip
+    add("--batch_size", type=number(int, 1, 4096), needs=shared_flags.ONE_SIZE, metavar="N",
+        help=f"rows of each objective per step (default: {BATCH_SIZE})")  # fmt: skip
+    shared_flags.add_max_tokens(new)
     optimizer.add_arguments(new, lr=5e-5)
     shared_flags.add_long_training(new)
     _add_objectives(new)
@@ -534,6 +546,8 @@ def complete(args: argparse.Namespace) -> argparse.Namespace:
     if args.tasks is None:
         args.tasks = [] if args.text or (only_pairs and args.nli) else ["para"] if only_pairs else tasks_in(args.data)
     args.tasks = list(dict.fromkeys(args.tasks))
+    if args.batch_size is None and args.max_tokens is None:
+        args.batch_size = BATCH_SIZE
     args.name = shared_flags.run_name(args, "pretrain")
     return args
 
@@ -556,7 +570,8 @@ def main() -> None:
             pretrain(args, world)
         return
     with dry_run_directory() as folder:
-        rows = {"max_train": 2 * args.batch_size * args.accumulate, "max_held_out": 2 * HELD_OUT_BATCH}
+        rows = {"max_train": 2 * (args.batch_size or args.max_tokens) * args.accumulate}  # a row has a token or more
+        rows["max_held_out"] = 2 * HELD_OUT_BATCH
         pretrain(argparse.Namespace(**vars(args) | rows | {"runs": folder / "runs", "epochs": 1}), World())
 
 

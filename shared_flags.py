@@ -6,7 +6,8 @@ import time
 from pathlib import Path
 
 from bert import ATTENTIONS
-from flags import ALWAYS, ENCODER_TRAINS, ArgumentParser, Switch, number
+from flags import ALWAYS, ENCODER_TRAINS, ArgumentParser, Need, Switch, number
+from tasks import BatchSize, Tokens
 from utils import InputError, Precision
 
 OF_THE_MACHINE = {"use_gpu", "precision", "deterministic"}  # flags that may change when a run is resumed
@@ -44,6 +45,27 @@ def add_most_used(parser: ArgumentParser, epochs: int) -> None:
     parser.section("time and memory")("--deterministic", action=Switch, needs=ALWAYS,
         help="the same bits again on the same GPU, at some cost in time; a CPU gives them anyway")  # fmt: skip
     add("--name", needs=ALWAYS, help="name of the run (default: made from the time)")
+
+
+# The default of --batch_size is filled in by `complete` of the script, so that one that was given can be told from it.
+ROW_FLAGS = ("batch_size", "cfimdb_batch_size")  # the flags that give a number of rows
+ONE_SIZE = Need(
+    "one size of a batch, in rows or in tokens, but both are given",
+    lambda args: args.max_tokens is None or all(getattr(args, flag, None) is None for flag in ROW_FLAGS),
+    "Leave out --max_tokens",
+)
+
+
+def add_max_tokens(parser: ArgumentParser) -> None:
+    add = parser.section("time and memory")
+    add("--max_tokens", type=number(int, 1, 10**8), needs=ONE_SIZE, metavar="N",
+        help="instead of --batch_size: as many rows as fit into N tokens, counting padding and both sentences of a "
+        "pair, at least one")  # fmt: skip
+
+
+def batch_size(args: argparse.Namespace, flag: str = "batch_size") -> BatchSize:
+    """The size of a training batch: --max_tokens, or the flag that gives a number of rows."""
+    return getattr(args, flag) if args.max_tokens is None else Tokens(args.max_tokens)
 
 
 def add_encoder(parser: ArgumentParser) -> None:

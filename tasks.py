@@ -141,6 +141,15 @@ class Part(NamedTuple):
 IGNORED = -100  # the label of a token that is not to be predicted
 
 
+class Tokens(NamedTuple):
+    """The size of a batch in tokens, counting padding: as many rows as fit, at least one."""
+
+    most: int
+
+
+BatchSize = int | Tokens  # a number of rows, or as many rows as fit into a number of tokens
+
+
 # --- what a task predicts ---------------------------------------------------------------------------------------------
 
 

@@ -32,6 +32,7 @@ from tqdm import tqdm
 from checkpoints import drop_state, load_state, restore_best, save_best, save_state, size_of, unusable
 from console import progress_line
 from interruption import Stopped, deferred, stop
+from memory import peak_memory, reset_peak
 from runs import Run
 from trainer import EpochRecord, Step, Trainer, mean
 from utils import InputError, require_space, warn, write_text
@@ -114,11 +115,14 @@ class Loop:
                     print(f"stopped: no better epoch in the last {self.patience}", flush=True)
                     break
                 started = time.monotonic()
+                reset_peak(self.trainer.precision.device)
                 self.train_epoch(epoch)
                 scores = self.evaluate_epoch()
+                peak = peak_memory(self.trainer.precision.device)
                 with deferred():
-                    line = self.complete_epoch(epoch, scores)
-                print(f"{line} | {time.monotonic() - started:.0f} s", flush=True)
+                    line = self.complete_epoch(epoch, scores, peak)
+                used = f" | {peak / 1e9:.1f} GB" if peak is not None else ""
+                print(f"{line} | {time.monotonic() - started:.0f} s{used}", flush=True)
                 self.on_epoch(epoch, scores)
         except Stopped as stopped:
             self.keep(stopped)
@@ -157,8 +161,11 @@ class Loop:
         with trainer.averager.applied(trainer.model):
             return self.evaluate()
 
-    def complete_epoch(self, epoch: int, scores: dict[str, float]) -> str:
-        """Keep the weights if they are the best, save the state, then write the log. Return the line to print."""
+    def complete_epoch(self, epoch: int, scores: dict[str, float], peak: int | None) -> str:
+        """Keep the weights if they are the best, save the state, then write the log. Return the line to print.
+
+        peak: the memory in bytes that the epoch needed.
+        """
         trainer, progress, run = self.trainer, self.progress, self.run
         losses, is_best = self.record.mean_losses(), not progress.best
         is_best = is_best or self.better(scores[self.select], progress.best[self.select])
@@ -172,7 +179,7 @@ class Loop:
         in_parts = {"parts": dict(trainer.parts)} if trainer.parts else {}
         run.log(
             epoch=epoch, losses=losses, penalties=self.record.mean_penalties(), train=self.record.scores(),
-            scores=scores, best=is_best, gradients=trainer.combiner.means(), **in_parts,
+            scores=scores, best=is_best, gradients=trainer.combiner.means(), memory=peak, **in_parts,
         )  # fmt: skip
         self.record = EpochRecord(trainer.targets)
         if self.save_seconds is not None:

@@ -27,6 +27,13 @@ from torch import Tensor, nn
 import console
 import interruption
 
+# oneDNN, torch's library for CPUs, prepares every operation for its exact shapes and keeps the result, 1024 in each of
+# two caches. With sentences of all lengths that adds up to a gigabyte, and hardly any of it is used again. 64 are more
+# than one batch needs (docs/GPU.md, "On a CPU"). oneDNN reads these variables at its first operation, so they are set
+# on import. A value that the user has set stays.
+for _variable in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+    os.environ.setdefault(_variable, "64")
+
 # --- errors and messages ----------------------------------------------------------------------------------------------
 
 
@@ -74,7 +81,7 @@ def out_of_memory(message: str) -> str:
     reason = (message.strip() or "no details").splitlines()[0].split(". ")[0]
     return (
         f"the GPU is out of memory ({reason}). In the order of their cost: use --precision fp16, a smaller "
-        "--max_length, --batch_size (--accumulate keeps the rows per update) or --eval_batch_size, "
+        "--max_length, --batch_size or --max_tokens (--accumulate keeps the rows per update) or --eval_batch_size, "
         "--checkpoint_activations, or --keep_layers; docs/GPU.md has the memory of each."
     )
 

@@ -64,7 +64,7 @@ MUTANTS = [
         "yield from source.batches(batch_size, epoch_generator(seed, epoch))",
         "datasets",
     ),
-    Mutant("datasets", "p[lengths[p].argsort(stable=True)]", "p", "datasets"),
+    Mutant("datasets", "p[costs[p].argsort(stable=True)]", "p", "datasets"),
     Mutant("datasets", ".clamp(max=room // 2)", "", "datasets starter"),
     Mutant(
         "datasets",

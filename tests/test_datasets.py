@@ -20,14 +20,17 @@ from datasets import (
     SentencePairTestDataset,
     Split,
     bucketed_rows,
+    check_rows_meet,
+    count_batches,
     endless_batches,
     epoch_generator,
     read_split,
     sorted_rows,
 )
 from readers import Examples, read_examples
-from tasks import CFIMDB, PARA, SST, STS, Batch, Encoded, Task
+from tasks import CFIMDB, PARA, SST, STS, Batch, Encoded, Task, Tokens, stack
 from tokenizer import BertTokenizer
+from utils import InputError
 
 SPLITS = ("train", "dev", "test")
 # usable rows of the course's files
@@ -370,6 +373,93 @@ def test_long_and_short_batches_come_in_random_order(sst_lengths: torch.Tensor):
 
 def test_sorted_rows_go_from_long_to_short_and_keep_the_order_of_ties():
     assert [rows.tolist() for rows in sorted_rows(torch.tensor([3, 9, 3, 5, 9]), 2)] == [[1, 4], [3, 0], [2]]
+
+
+# --- batches by tokens ------------------------------------------------------------------------------------------------
+
+COSTS = {
+    "spread": torch.randint(3, 200, (1003,), generator=torch.Generator().manual_seed(0)),
+    "short, with some long": torch.cat([torch.arange(1000) % 30 + 3, torch.full((9,), 512)]),
+    "all alike": torch.full((103,), 17),
+    "one row": torch.tensor([90]),
+}
+LIMITS = [1, 64, 600, 4096, 10**6]
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+@pytest.mark.parametrize("case", COSTS)
+def test_a_pass_by_tokens_has_every_row_once_within_the_limit_in_a_fixed_number_of_batches(case: str, limit: int):
+    costs, counts = COSTS[case], set()
+    for seed, epoch in itertools.product((1, 2), (1, 2, 3)):
+        batches = bucketed_rows(costs, Tokens(limit), epoch_generator(seed, epoch))
+        assert torch.cat(batches).sort().values.tolist() == list(range(len(costs)))
+        assert all(len(rows) == 1 or len(rows) * int(costs[rows].max()) <= limit for rows in batches)
+        counts.add(len(batches))
+    assert counts == {count_batches(costs, Tokens(limit))}
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+@pytest.mark.parametrize("case", COSTS)
+def test_no_pass_by_tokens_could_have_fewer_batches(case: str, limit: int):
+    """Batches of consecutive rows in order of length are best; the fewest of them, by dynamic programming."""
+    costs = COSTS[case].sort().values.tolist()
+    fewest = [0]  # for the first n rows
+    for end in range(1, len(costs) + 1):
+        most = max(1, limit // costs[end - 1])  # rows of a batch whose longest row is this one
+        fewest.append(1 + fewest[max(0, end - most)])
+    assert count_batches(COSTS[case], Tokens(limit)) == fewest[-1]
+
+
+def test_batches_by_tokens_follow_from_seed_and_epoch_and_differ_between_epochs():
+    def batches(seed: int, epoch: int) -> list[list[int]]:
+        torch.rand(3)  # the global generator has no influence
+        return [rows.tolist() for rows in bucketed_rows(COSTS["spread"], Tokens(600), epoch_generator(seed, epoch))]
+
+    assert batches(7, 1) == batches(7, 1)
+    for other in (batches(7, 2), batches(8, 1)):
+        shared = set(map(frozenset, other)) & set(map(frozenset, batches(7, 1)))
+        assert len(shared) < len(other) / 10, "new batches, not the old ones in another order"
+
+
+@pytest.mark.parametrize("limit", [600, 4096])
+def test_batches_by_tokens_have_little_padding_and_fill_the_limit(limit: int):
+    costs = COSTS["spread"]
+    batches = bucketed_rows(costs, Tokens(limit), epoch_generator(0, 1))
+    assert padding_share(costs, batches) < 0.05
+    filled = torch.tensor([len(rows) * costs[rows].max().item() / limit for rows in batches])
+    assert filled.median() > 0.8
+
+
+def test_long_and_short_batches_by_tokens_come_in_random_order():
+    batches = bucketed_rows(COSTS["spread"], Tokens(600), epoch_generator(0, 1))
+    longest = torch.tensor([float(COSTS["spread"][rows].max()) for rows in batches])
+    assert abs(torch.corrcoef(torch.stack((longest[1:], longest[:-1])))[0, 1]) < 0.3  # four standard errors
+
+
+@pytest.mark.parametrize("pairing", PAIRINGS)
+def test_the_tokens_of_a_pair_are_those_that_bert_computes(pairing: str, tokenizer: BertTokenizer):
+    first = [f"film {'good ' * (i % 13)}" for i in range(60)]
+    second = [f"is it {'very ' * (i * 5 % 17)}bad" for i in range(60)]
+    examples = Examples(STS, [f"id{i}" for i in range(60)], (first, second), [i % 5 for i in range(60)])
+    split = Split.tokenize(examples, tokenizer, PAIRINGS[pairing])
+    batches = list(split.batches(Tokens(200), epoch_generator(0, 1)))
+    computed = [stack(batch.sentences).token_ids.numel() for batch in batches]
+    assert len(batches) == split.count_batches(Tokens(200))
+    assert all(numel <= 200 for numel in computed)
+    assert max(computed) > 150
+    costs = {i: cost for i, cost in zip(split.ids, split.costs.tolist(), strict=True)}
+    assert computed == [len(batch.ids) * max(costs[i] for i in batch.ids) for batch in batches]
+
+
+def test_a_loss_that_compares_rows_needs_two_that_fit_together(capsys: pytest.CaptureFixture[str]):
+    costs = torch.tensor([10, 20, 60])
+    check_rows_meet(costs, 8, "--para_loss mnrl: mnrl")
+    check_rows_meet(costs, Tokens(120), "--para_loss mnrl: mnrl")
+    assert capsys.readouterr().err == ""
+    check_rows_meet(costs, Tokens(119), "--para_loss mnrl: mnrl")
+    assert "1 of 3 rows are alone in theirs. --max_tokens 120 leaves none alone." in capsys.readouterr().err
+    with pytest.raises(InputError, match=r"no two rows fit into --max_tokens 19\. Use at least 120\."):
+        check_rows_meet(costs, Tokens(19), "--para_loss mnrl: mnrl")
 
 
 # --- the handout's data sets ------------------------------------------------------------------------------------------

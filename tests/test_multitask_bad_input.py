@@ -57,6 +57,8 @@ ENCODER = (
     "leave out"
 )
 IDLE = {  # flags that would do nothing
+    "--batch_size 8 --max_tokens 512": "--batch_size 8 needs one size of a batch, in rows or in tokens, but both are "
+    "given. Leave out --max_tokens, or ",
     "--smart_weight 2": "--smart_weight 2.0 needs --regularizer smart. Use ",
     TUNED + "--regularizer rdrop --smart_steps 3": "--smart_steps 3 needs --regularizer smart. Use ",
     TUNED + "--regularizer smart --smart_sigma 1e-4": "--smart_sigma 0.0001 needs --smart_start embeddings. Use ",

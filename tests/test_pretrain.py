@@ -763,7 +763,9 @@ def test_a_resumed_run_ends_bit_for_bit_like_an_uninterrupted_one(
     one, other = (load_file(tmp_path / "runs" / name / "model.safetensors") for name in ("uninterrupted", "r"))
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
-    logs = ([line | {"seconds": 0} for line in log_of(tmp_path / "runs" / n)] for n in ("uninterrupted", "r"))
+    logs = (
+        [line | {"seconds": 0, "memory": 0} for line in log_of(tmp_path / "runs" / n)] for n in ("uninterrupted", "r")
+    )
     assert next(logs) == next(logs)
 
 
