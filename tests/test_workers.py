@@ -302,7 +302,7 @@ def test_ctrl_c_and_the_death_of_the_starter_end_all_workers_and_the_study_conti
     os.killpg(first.pid, signal.SIGINT)  # as a terminal does
     _, err = first.communicate(timeout=60)
     assert first.returncode == 130
-    assert [line for line in err.splitlines() if not line.startswith("note: ")] == ["error: interrupted"]
+    assert [line for line in err.splitlines() if not line.startswith("note: ")] == ["error: stopped by SIGINT"]
     assert len(workers) == 2
     assert not any(map(is_running, workers))
     assert not [t for t in trials_in(tmp_path / "s.db") if t.state == TrialState.RUNNING]
