@@ -4,12 +4,12 @@ The server of `multiprocessing` imports the scripts once and forks from there. I
 children can use threads.
 """
 
-import contextlib
 import multiprocessing
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import ModuleType
@@ -21,17 +21,8 @@ import classifier
 import distributed
 import multitask_build
 import multitask_classifier
-import multitask_flags
 import pretrain
 import utils
-from adapters import ADAPTERS
-from heads import POOLERS
-from losses import LOSSES, WEIGHTINGS
-from model import MultitaskBERT
-from optimizer import AVERAGERS, OPTIMIZERS, SCHEDULES
-from pcgrad import COMBINERS
-from sampling import SAMPLERS
-from smart import REGULARIZERS
 
 SCRIPTS: dict[str, ModuleType] = {m.__name__: m for m in (classifier, multitask_classifier, pretrain)}
 
@@ -46,6 +37,13 @@ def free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return found.getsockname()[1]
+
+
+def wait_until(is_true: Callable[[], bool], seconds: float = 120) -> None:
+    end = time.monotonic() + seconds
+    while not is_true():
+        assert time.monotonic() < end, "waited too long"
+        time.sleep(0.05)
 
 
 def start(function: Callable[..., None], *values: object) -> BaseProcess:
@@ -78,12 +76,10 @@ def run_as_script(script: str, flags: list[str], output: Path | None = None, pre
 # --- several processes that train together ----------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def one_of(rank: int, size: int, port: int) -> Iterator[None]:
-    """The environment that torchrun gives to a process."""
+def join(rank: int, size: int, port: int) -> None:
+    """Set the environment that torchrun gives to a process."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    yield
 
 
 def train_cases(rank: int, size: int, port: int, cases: dict[str, tuple[str, list[str]]], output: Path) -> None:
@@ -98,7 +94,8 @@ def train_cases(rank: int, size: int, port: int, cases: dict[str, tuple[str, lis
     multitask_build.build_model = lambda args: build(args).double() if args.option == "finetune" else build(args)
     pretrain.build_model = lambda *values: build_pretraining(*values).double()
     classifier.build_model = lambda *values: build_classifier(*values).double()
-    with one_of(rank, size, port), distributed.started(use_gpu=False) as world:
+    join(rank, size, port)
+    with distributed.started(use_gpu=False) as world:
         for script, flags in cases.values():
             args = SCRIPTS[script].get_args(flags)
             if script == "multitask_classifier":
@@ -107,9 +104,3 @@ def train_cases(rank: int, size: int, port: int, cases: dict[str, tuple[str, lis
                 pretrain.pretrain(args, world)
             else:
                 classifier.train_tasks(args, world)
-
-
-__all__ = [
-    "ADAPTERS", "AVERAGERS", "COMBINERS", "LOSSES", "OPTIMIZERS", "POOLERS", "REGULARIZERS", "SAMPLERS", "SCHEDULES",
-    "WEIGHTINGS", "MultitaskBERT", "multitask_flags",
-]  # fmt: skip

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, write_task_files
-from processes import free_port, start, train_cases
+from processes import free_port, start, train_cases, wait_until
 from safetensors.torch import load_file
 
 from adapters import ADAPTERS
@@ -184,13 +184,6 @@ def workers_of(launcher: subprocess.Popen[str]) -> list[int]:
         return int(dict(word.split(b"=", 1) for word in words if b"=" in word)[b"RANK"])
 
     return sorted(map(int, found), key=rank)
-
-
-def wait_until(is_true: object, seconds: float = 120) -> None:
-    end = time.monotonic() + seconds
-    while not is_true():
-        assert time.monotonic() < end, "waited too long"
-        time.sleep(0.2)
 
 
 @pytest.mark.slow

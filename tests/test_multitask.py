@@ -675,7 +675,9 @@ def test_the_usual_tools_load_a_runs_encoder(runs: Runs, tokenizer: BertTokenize
 
 def test_a_run_is_an_encoder_for_another(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture):
     first = runs["tuned"].run
-    done = run_multitask(tmp_path, first, "--epochs", 1, "--lr", 1e-3)  # frozen, so that the encoder keeps the first run's weights
+    done = run_multitask(
+        tmp_path, first, "--epochs", 1, "--lr", 1e-3
+    )  # frozen, so that the encoder keeps the first run's weights
     assert len(done.predictions()) == 6
     encoder = {name: tensor for name, tensor in load_file(first / "model.safetensors").items() if "bert." in name}
     assert same(encoder, {name: tensor for name, tensor in done.weights().items() if "bert." in name})

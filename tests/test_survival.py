@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, the_error, write_task_files
-from processes import run_as_script, start
+from processes import run_as_script, start, wait_until
 from test_multitask import run_multitask
 
 import checkpoints
@@ -384,13 +384,6 @@ def test_weights_that_are_not_finite_replace_neither_state_nor_best_weights(
 
 
 # --- signals ----------------------------------------------------------------------------------------------------------
-
-
-def wait_until(is_true: Callable[[], bool], seconds: float = 120) -> None:
-    end = time.monotonic() + seconds
-    while not is_true():
-        assert time.monotonic() < end, "waited too long"
-        time.sleep(0.05)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ import pytest
 import torch
 from conftest import run_script, write_task_files
 from safetensors.torch import load_file
+from test_distributed import torchrun
 from test_machine import REGIONS, Operations
 from test_training import Bench, Start, assert_close, same, weights_of
 from torch import Tensor
@@ -226,6 +227,28 @@ def test_a_run_is_resumed_on_another_device(
     wanted = whole.after([whole.draw(0, 1, 2)], [whole.draw(3, 4)], [whole.draw(5, 6)])
     distance = {name: (found[name] - wanted[name]).abs().mean() for name in found}
     assert max(distance.values()) < 2e-3  # a step of Adam has the size 1e-2 wherever a gradient's sign is certain
+
+
+@pytest.mark.skipif(ON_GPU and torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_end_where_one_ends(tmp_path: Path):
+    """NCCL, and gradients averaged before they are combined; without dropout, whose masks differ."""
+    write_task_files(tmp_path / "data")
+    torch.manual_seed(0)
+    shape = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64)
+    off = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    BertModel(BertConfig(**shape, **off)).save_pretrained(tmp_path / "tiny")
+    BertTokenizer.from_pretrained("minilm").save_pretrained(tmp_path / "tiny")
+    for size in (1, 2):
+        flags = ["--model", tmp_path / "tiny", "--data", tmp_path / "data", "--runs", tmp_path, "--name", str(size)]
+        flags += ["--predictions", tmp_path / "predictions", "--option", "finetune", "--combiner", "pcgrad"]
+        flags += ["--regularizer", "smart", "--hidden_dropout_prob", 0, "--epochs", 2, "--batch_size", 3]
+        flags += ["--deterministic", "--lr", "1e-3"] + ["--use_gpu"] * ON_GPU
+        with torchrun(size, flags) as run:
+            output, _ = run.communicate(timeout=300)
+        assert run.returncode == 0, output
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in "12")
+    differences = {name: float((one[name] - two[name]).abs().max()) for name in one if not name.endswith("key.bias")}
+    assert max(differences.values()) < 1e-4, differences
 
 
 def test_deterministic_training_gives_the_same_bits_twice(tiny_checkpoint: Path, tmp_path: Path):
