@@ -29,7 +29,9 @@ COURSE_FILES = [
 
 
 def pytest_configure() -> None:
-    torch.set_num_threads(min(2, torch.get_num_threads()))  # keeps OMP_NUM_THREADS=1, for a busy machine
+    if "PYTEST_XDIST_WORKER" in os.environ:  # two processes test at the same time, and start others
+        os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(min(2, torch.get_num_threads()) if os.environ.get("OMP_NUM_THREADS") != "1" else 1)
 
 
 @pytest.fixture(scope="session")
