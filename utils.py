@@ -29,8 +29,8 @@ import interruption
 
 # oneDNN, torch's library for CPUs, prepares every operation for its exact shapes and keeps the result, 1024 in each of
 # two caches. With sentences of all lengths that adds up to a gigabyte, and hardly any of it is used again. 64 are more
-# than one batch needs (docs/GPU.md, "On a CPU"). oneDNN reads these variables at its first operation, so they are set
-# on import. A value that the user has set stays.
+# than one batch needs; docs/GPU.md, "On a CPU", has memory and times. oneDNN reads these variables at its first
+# operation, so they are set on import. A value that the user has set stays.
 for _variable in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
     os.environ.setdefault(_variable, "64")
 

@@ -13,7 +13,6 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -28,32 +27,33 @@ def train(args: argparse.Namespace) -> None:
 
     import multitask_build
     from multitask_classifier import get_args
-    from tasks import Batch, Encoded
+    from tasks import TASKS, Batch, Encoded
     from training import EpochRecord
     from utils import Precision, keep_freed_memory
 
     keep_freed_memory()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    given = ["--model", "minilm", "--tasks", "sst", "--option", "finetune", "--precision", "bf16"]
+    given = ["--model", "minilm", "--tasks", *args.tasks, "--option", "finetune", "--precision", "bf16"]
     flags = get_args([*given, "--regularizer", args.regularizer])
     model = multitask_build.build_model(flags).train()
     trainer = multitask_build.build_trainer(flags, model, Precision("bf16", torch.device("cpu")), args.steps)
     generator = torch.Generator().manual_seed(0)
 
-    def batches() -> Iterator[Batch]:
-        while True:
-            T = int(torch.randint(args.lengths[0], args.lengths[1] + 1, (), generator=generator))
-            ids = torch.randint(1000, 20000, (args.rows, T), generator=generator)
-            sentences = Encoded(ids, torch.ones_like(ids), torch.zeros_like(ids))
-            yield Batch("sst", ["a"] * args.rows, (sentences,), torch.arange(args.rows) % 5)
+    def batch(task: str) -> Batch:
+        """A batch of one task; both sentences of a pair have the same length."""
+        T = int(torch.randint(args.lengths[0], args.lengths[1] + 1, (), generator=generator))
+        ids = torch.randint(1000, 20000, (args.rows, T), generator=generator)
+        sentences = (Encoded(ids, torch.ones_like(ids), torch.zeros_like(ids)),) * (1 + TASKS[task].is_pair)
+        labels = torch.arange(args.rows) % 2
+        view = tuple(range(len(sentences)))
+        return Batch(task, ["a"] * args.rows, sentences, labels if task == "sst" else labels.float(), views=(view,))
 
-    source = batches()
     for _ in sys.stdin:
         times = []
         for _ in range(TURN):
-            batch, started = next(source), time.process_time()
-            trainer.update([[batch]], EpochRecord(trainer.targets), 1)
+            draw, started = [batch(task) for task in args.tasks], time.process_time()
+            trainer.update([draw], EpochRecord(trainer.targets), 1)
             times.append(time.process_time() - started)
         resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE") >> 20
         print(json.dumps({"times": times, "resident": resident}), flush=True)
@@ -62,6 +62,7 @@ def train(args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--tasks", nargs="+", default=["sst"], help="one batch of each per step")
     parser.add_argument("--regularizer", default="none")
     parser.add_argument("--lengths", type=int, nargs=2, default=[3, 200])
     parser.add_argument("--rows", type=int, default=2)
