@@ -153,7 +153,7 @@ def test_a_run_notes_versions_commit_data_and_every_epoch(name: str, runs: dict[
         assert facts["data_sha256"] == {str(path): sha256(path.read_bytes()).hexdigest() for path in paths}
         log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
         assert [line["epoch"] for line in log] == list(range(1, 4 if name == "pretrain" else 3))
-        keys = {"epoch", "losses", "penalties", "train", "scores", "best", "gradients", "seconds"}
+        keys = {"epoch", "losses", "penalties", "train", "scores", "best", "gradients", "memory", "seconds"}
         assert all(line.keys() == keys for line in log)
         best = max(line["scores"]["dev"] for line in log)
         assert json.loads((folder / "dev.json").read_text()) == {"dev": best}

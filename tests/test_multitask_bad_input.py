@@ -529,7 +529,7 @@ def test_pairs_longer_than_512_tokens_are_truncated_and_counted(
 ):
     path = task_files / "quora-dev.csv"
     path.write_text(path.read_text().replace("1 bad, or not?\tA", "bad " * 300 + "\t" + "dull " * 300))
-    finished = classify("--pairing", pairing, "--tasks", "para")
+    finished = classify("--pairing", pairing, "--tasks", "para", "--lr", 1e-3)
     assert finished.status == 0, finished.err
     note = f"note: {path}: {cut_rows} of 8 rows are longer than 512 tokens and were truncated."
     assert set(finished.err.splitlines()) == ({note} if cut_rows else set())
