@@ -5,7 +5,9 @@ process leaves the old file or the new one, never a part of one. Neither is read
 """
 
 import json
+import os
 import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,9 @@ from torch import Tensor, nn
 
 from base_bert import checkpoint_state, load_checkpoint_state, read_safetensors
 from runs import Run
-from utils import InputError, atomic_path, digest, warn, write_text
+from utils import InputError, atomic_path, digest, remove, warn, write_text
 
-WEIGHTS, STATE = "model.safetensors", "state.pt"
+WEIGHTS, STATE, HELD = "model.safetensors", "state.pt", ".previous.safetensors"
 
 
 def save_best(model: nn.Module, run: Run) -> None:
@@ -87,7 +89,37 @@ def unusable(path: Path, error: Exception) -> str:
 
 
 def drop_state(run: Run) -> None:
-    (run.folder / STATE).unlink(missing_ok=True)
+    remove(run.folder / STATE)
+
+
+def checkpoint_bytes(run: Run) -> int:
+    """The size of the checkpoints that are there."""
+    return sum(path.stat().st_size for path in (run.folder / WEIGHTS, run.folder / STATE) if path.is_file())
+
+
+# The weights of a new best epoch are written before the state that knows of them. Until it is there, the previous ones
+# are held under another name, and a run that was killed in between takes them back.
+
+
+def hold_best(run: Run) -> None:
+    path, held = run.folder / WEIGHTS, run.folder / HELD
+    remove(held)
+    if path.is_file():
+        try:
+            os.link(path, held)
+        except OSError:  # a file system without hard links
+            with atomic_path(held, path.stat().st_size) as copy:
+                shutil.copyfile(path, copy)
+
+
+def drop_held(run: Run) -> None:
+    remove(run.folder / HELD)
+
+
+def take_back_best(run: Run) -> None:
+    held = run.folder / HELD
+    if held.is_file() and not held.is_symlink():
+        held.replace(run.folder / WEIGHTS)
 
 
 def size_of(value: Any) -> int:

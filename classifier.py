@@ -305,7 +305,6 @@ def train(args: Any) -> None:
     config = argparse.Namespace(**vars(flags) | {"num_labels": num_labels})
     with tempfile.TemporaryDirectory() as folder:
         paths = [Path(args.train), Path(args.dev)]
-        run = Run.create(Path(folder) / "run", flags, paths)
         tokenizer = BertTokenizer.from_pretrained(flags.model, max_length=flags.max_length)
         splits = {
             name: read_split(task, [path], tokenizer, labeled=True)
@@ -313,7 +312,8 @@ def train(args: Any) -> None:
         }
         flags.save_minutes = None  # the directory is temporary
         precision = Precision(flags.precision, choose_device(flags.use_gpu))
-        trainer, _ = fit_task(task, flags, splits, precision, run, World())
+        with Run.create(Path(folder) / "run", flags, paths) as run:
+            trainer, _ = fit_task(task, flags, splits, precision, run, World())
     save_model(trainer.model, trainer.optimizer, args, config, args.filepath)
 
 

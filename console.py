@@ -52,24 +52,44 @@ class Stream:
     def write(self, text: str) -> int:
         self.transcript.write(text)
         try:
-            return self.stream.write(text)
+            self.stream.write(text)
+        except UnicodeEncodeError:
+            encoding = self.stream.encoding or "ascii"
+            self.stream.write(text.encode(encoding, "replace").decode(encoding))
+        except BlockingIOError:  # a reader that is too slow; it misses this text only
+            pass
         except (OSError, ValueError):  # a closed pipe, a lost terminal, a closed file
             self._silence()
-            return len(text)
+        return len(text)
 
     def flush(self) -> None:
         try:
             self.stream.flush()
+        except BlockingIOError:
+            pass
         except (OSError, ValueError):
             self._silence()
 
     def _silence(self) -> None:
         with contextlib.suppress(OSError, ValueError):  # Python flushes the original stream again when it exits
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
-        self.stream = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+        self.stream = nowhere()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
+
+
+def nowhere() -> TextIO:
+    return open(os.devnull, "w", encoding="utf-8")
+
+
+def _open_standard_files() -> None:
+    """Open what was closed before the script started, as by `>&-`; else another file would get its number."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number
 
 
 @contextlib.contextmanager
@@ -78,8 +98,9 @@ def robust() -> Iterator[Transcript]:
     if isinstance(sys.stdout, Stream):
         yield sys.stdout.transcript
         return
+    _open_standard_files()
     before, transcript = (sys.stdout, sys.stderr), Transcript()
-    sys.stdout, sys.stderr = Stream(sys.stdout, transcript), Stream(sys.stderr, transcript)
+    sys.stdout, sys.stderr = (Stream(stream or nowhere(), transcript) for stream in before)
     try:
         yield transcript
     finally:

@@ -17,6 +17,7 @@ ends the run with a message, and `--resume` continues it, with any number of pro
 """
 
 import contextlib
+import hashlib
 import os
 import sys
 import threading
@@ -89,9 +90,9 @@ class World:
     def seed_apart(self, seed: int) -> None:
         """Give every process its own dropout masks; the first has those of one process on its own."""
 
-    def stop_requested(self, checkpoint: bool) -> bool:
-        """Whether a signal has reached a process. Several processes exchange this only if `checkpoint` is set."""
-        return interruption.requested()
+    def any(self, *flags: bool) -> tuple[bool, ...]:
+        """For each flag, whether it is set in any of the processes."""
+        return flags
 
 
 class Processes(World):
@@ -170,10 +171,14 @@ class Processes(World):
 
     def seed_apart(self, seed: int) -> None:
         if self.rank:
-            torch.manual_seed(seed + 0x9E3779B1 * self.rank)
+            digest = hashlib.sha256(f"process {self.rank} of seed {seed}".encode()).digest()
+            torch.manual_seed(int.from_bytes(digest[:7]))
 
-    def stop_requested(self, checkpoint: bool) -> bool:
-        return checkpoint and any(self.collect(interruption.requested()))
+    def any(self, *flags: bool) -> tuple[bool, ...]:
+        found = torch.tensor(flags, dtype=torch.int32)  # on the CPU: nothing waits for a GPU
+        with understandable_errors():
+            dist.all_reduce(found, dist.ReduceOp.MAX)
+        return tuple(map(bool, found.tolist()))
 
 
 class _Gather(torch.autograd.Function):
@@ -233,7 +238,8 @@ def understandable_errors() -> Iterator[None]:
 
 
 LOST = "another process of this run has ended or does not answer"
-REMEDY = "What was saved before is intact. Look for its message above, then start the same command with --resume."
+REMEDY = "What was saved before is intact. Look for its message above, then start the same command with the "
+REMEDY += "run's --name and --resume."
 
 
 # --- starting ---------------------------------------------------------------------------------------------------------
@@ -241,7 +247,7 @@ REMEDY = "What was saved before is intact. Look for its message above, then star
 
 def launched() -> bool:
     """Whether torchrun started this process as one of several."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "LOCAL_RANK" in os.environ
 
 
 @contextlib.contextmanager
@@ -253,16 +259,19 @@ def started(use_gpu: bool) -> Iterator[World]:
     if not launched():
         yield World()
         return
-    local_rank = int(os.environ["LOCAL_RANK"])
-    if use_gpu and torch.cuda.is_available():
-        if local_rank >= torch.cuda.device_count():
-            raise InputError(
-                f"--nproc_per_node must be at most the number of GPUs, found {os.environ['LOCAL_WORLD_SIZE']} "
-                f"processes for {torch.cuda.device_count()}. Lower it."
-            )
-        torch.cuda.set_device(local_rank)
-    with understandable_errors():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if use_gpu else "gloo", timeout=PATIENCE)
+    on_gpus = use_gpu and torch.cuda.is_available()  # if there is none, choose_device says why
+    if on_gpus:
+        count, gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
+        if count > gpus:
+            raise InputError(f"--nproc_per_node must be at most the number of GPUs, {gpus}; found {count}. Lower it.")
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    try:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpus else "gloo", timeout=PATIENCE)
+    except (RuntimeError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0][:160]
+        raise InputError(
+            f"the processes could not find each other ({reason}). Check the addresses and ports given to torchrun."
+        ) from error
     world = Processes()
     beating = threading.Event()
     threading.Thread(target=_watch_the_others, args=(world, beating), daemon=True).start()
@@ -281,27 +290,24 @@ def started(use_gpu: bool) -> Iterator[World]:
 
 def _watch_the_others(world: Processes, ended: threading.Event) -> None:
     """Send heartbeats, and end this process if another has none. A process that is stopped or cut off sends none."""
-    store = dist.TCPStore(
-        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timedelta(seconds=SILENCE)
-    )
+    address, timeout = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timedelta(seconds=SILENCE)
     last: dict[int, tuple[bytes, float]] = {}
-    beat = 0
+    store, beat, reached = None, 0, time.monotonic()
     while not ended.wait(HEARTBEAT):
         beat += 1
         try:
+            store = store or dist.TCPStore(*address, is_master=False, timeout=timeout)
             store.set(f"minbert/heartbeat/{world.rank}", str(beat))
             for rank in range(world.size):
                 key = f"minbert/heartbeat/{rank}"
                 found = store.get(key) if store.check([key]) else b""
                 if rank not in last or last[rank][0] != found:
                     last[rank] = found, time.monotonic()
+            reached = time.monotonic()
         except RuntimeError:
-            silent = "the process that started this run"
-        else:
-            lost = [rank for rank, (_, when) in last.items() if time.monotonic() - when > SILENCE]
-            if not lost:
-                continue
-            silent = f"process {lost[0]} of {world.size}"
-        if not ended.is_set():
-            os.write(2, f"error: {silent} has not answered for {SILENCE:.0f} s. {REMEDY}\n".encode())
+            store = None  # connect again
+        silent = [f"process {rank}" for rank, (_, when) in last.items() if time.monotonic() - when > SILENCE]
+        silent += ["torchrun"] if time.monotonic() - reached > SILENCE else []
+        if silent and not ended.is_set():
+            os.write(2, f"error: {silent[0]} has not answered for {SILENCE:.0f} s. {REMEDY}\n".encode())
             os._exit(1)

@@ -29,6 +29,7 @@ from datasets import (
 )
 from distributed import World
 from flags import ALWAYS, ArgumentParser
+from interruption import requested, stop
 from readers import read_examples
 from tasks import PARA, SST, STS, TASKS, Batch, Output, Predictions, Task
 from utils import (
@@ -77,7 +78,10 @@ def _in_file_order(
         for rows in tqdm(batches[world.rank :: world.size], desc=label, leave=False, disable=None):
             results.append(tuple(compute(split.batch(rows).to(precision.device))))
     found = [torch.cat(parts).float().cpu() for parts in zip(*results, strict=True)]
-    by_rank = [of_rank for of_rank in world.collect(found) if of_rank]
+    everyone = world.collect((found, requested()))
+    if world.size > 1 and any(is_stopped for _, is_stopped in everyone):
+        stop()  # all processes together; one on its own was stopped where it was
+    by_rank = [of_rank for of_rank, _ in everyone if of_rank]
     rows = [row for rank in range(world.size) for row in batches[rank :: world.size]]
     order = torch.cat(rows).argsort()
     return tuple(torch.cat(parts)[order] for parts in zip(*by_rank, strict=True))

@@ -49,7 +49,7 @@ class _Received:
             os._exit(128 + number)
 
     def stop(self) -> None:
-        self.raised = True
+        self.raised, self.at = True, self.at or time.monotonic()
         raise Stopped(self.number)
 
 

@@ -211,8 +211,12 @@ def test_multitask(args: argparse.Namespace) -> None:
     """
     if hasattr(args, "filepath"):
         write_starter_predictions(with_defaults(args), *load_saved(args))
-        return
-    args = with_defaults(args)
+    else:
+        predict_run(with_defaults(args), ALONE)
+
+
+def predict_run(args: argparse.Namespace, world: World) -> None:
+    """Write the prediction files and the logits of a run. world: the processes that share the work."""
     if args.predict_train and args.repeated_ids:
         raise InputError(
             "--predict_train: logits are looked up by id, which must be unique in the training files, but the run has "
@@ -221,6 +225,7 @@ def test_multitask(args: argparse.Namespace) -> None:
     precision = Precision(args.precision, choose_device(args.use_gpu, args.precision, args.deterministic))
     run = Run.reopen(args.runs / args.name)
     network = multitask_build.build_model(args).to(precision.device)
+    network.world = world
     restore_best(network, run)
     tokenizer = multitask_build.build_tokenizer(args)
     splits = load_splits(args, tokenizer, multitask_flags.SCORED)
@@ -258,7 +263,7 @@ def write_training_logits(trained: Trained) -> None:
         rows = read_split(branch.task, paths, trained.tokenizer, pairing, labeled=True, strict=args.strict_data)
         predictions = predict(trained.model, rows, args.eval_batch_size, trained.precision)
         path = trained.run.folder / f"{name}-train.npz"
-        write_logits(path, predictions)
+        trained.model.world.on_main(functools.partial(write_logits, path, predictions))
         shown = f"train score {score(branch.task, predictions):.4f}"
         print(f"{name}: wrote {path}, {len(predictions.ids)} rows | {shown}", flush=True)
 
@@ -305,7 +310,8 @@ def dry(args: argparse.Namespace, folder: Path) -> argparse.Namespace:
 def main() -> None:
     args = get_args()
     if args.predict_only:
-        test_multitask(args)
+        with distributed.started(args.use_gpu) as world:
+            predict_run(args, world)
     elif args.dry_run:
         with dry_run_directory() as folder:
             write_run_predictions(train(dry(args, folder)))

@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import kernels
 from flags import ALWAYS, ENCODER_TRAINS, ArgumentParser, Need, Switch, chosen, number
+from interruption import deferred
 
 
 class AdamW(Optimizer):
@@ -237,6 +238,9 @@ class NoAverage:
         """Inside this context the model has the averaged weights; afterwards its own again, bit for bit."""
         yield
 
+    def take_back(self) -> None:
+        """Give the model its own weights again if `applied` was interrupted."""
+
     def state_dict(self) -> dict[str, Any]:
         return {}
 
@@ -250,6 +254,7 @@ class Average(NoAverage):
     def __init__(self, model: nn.Module):
         self.weights = {name: p.detach().clone() for name, p in self.trainable(model)}
         self.count = 0  # how many weights the average contains
+        self.own: dict[nn.Parameter, Tensor] = {}  # the model's weights, while it has the averaged ones
 
     @staticmethod
     def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -267,14 +272,20 @@ class Average(NoAverage):
         if not self.count:
             yield
             return
-        own = {p: p.data for _, p in self.trainable(model)}
         try:
-            for (_, p), average in zip(self.trainable(model), self.weights.values(), strict=True):
-                p.data = average  # only the pointer changes; nothing is copied
+            with deferred():
+                self.own = {p: p.data for _, p in self.trainable(model)}
+                for (_, p), average in zip(self.trainable(model), self.weights.values(), strict=True):
+                    p.data = average  # only the pointer changes; nothing is copied
             yield
         finally:
-            for p, data in own.items():
+            self.take_back()
+
+    def take_back(self) -> None:
+        with deferred():
+            for p, data in self.own.items():
                 p.data = data
+            self.own = {}
 
     def state_dict(self) -> dict[str, Any]:
         return {"count": self.count, "weights": dict(self.weights)}

@@ -10,6 +10,7 @@ dev.json           the best epoch's scores: a run that has this file is finished
 
 import argparse
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -27,7 +28,8 @@ import torch
 
 import console
 from distributed import World
-from utils import TEMPORARY, InputError, could_not_write, read_json, sha256_of, writable_directory, write_text
+from interruption import Stopped
+from utils import TEMPORARY, InputError, could_not_write, read_json, remove, sha256_of, writable_directory, write_text
 
 PACKAGES = ("numpy", "numba", "tokenizers")  # a run records their versions, and torch's
 TRAINING_SCRIPTS = ("classifier.py", "multitask_classifier.py", "pretrain.py")  # scripts with --resume
@@ -50,12 +52,14 @@ class Run:
         self.lock: int | None = None
         self.is_new = False
 
-    @staticmethod
-    def must_be_new(folder: Path) -> None:
+    @classmethod
+    def must_be_new(cls, folder: Path) -> None:
         """Refuse a name that is taken. A directory without anything in it, left by a run that was killed, is free."""
         if not folder.exists() or (folder.is_dir() and not _files(folder)):
             return
         run = Run(folder)
+        if (folder / LOCK).is_file():
+            cls._locked(folder).release()  # refuses a run that is being trained
         resumable = (folder / "args.json").is_file() and Path(sys.argv[0]).name in TRAINING_SCRIPTS
         go_on = "Continue it with --resume, use" if resumable and not run.finished else "Use"
         raise InputError(f"{folder}: the run exists already. {go_on} another --name, or remove the directory.")
@@ -90,8 +94,22 @@ class Run:
                 f"{folder}: another process is training this run. Wait until it ends, or use another --name."
             ) from error
         except OSError as error:
+            run.release()
+            if error.errno in (errno.ENOLCK, errno.ENOTSUP):
+                raise InputError(
+                    f"--runs {folder}: must be on a file system with locks, found one without. Choose another."
+                ) from error
             raise InputError(could_not_write(folder / LOCK, error)) from error
         return run
+
+    def must_be_ours(self) -> None:
+        """Refuse to write into a directory that somebody has removed and created again."""
+        path = self.folder / LOCK
+        if self.lock is not None and path.exists() and not os.path.samestat(os.fstat(self.lock), path.stat()):
+            raise InputError(
+                f"{self.folder}: was removed and created again while it was being trained. Nothing was written into "
+                "the new directory. Use another --name."
+            )
 
     def _begin(self, args: argparse.Namespace, data: list[Path] | dict[str, str], facts: dict[str, Any]) -> None:
         hashes = data if isinstance(data, dict) else {str(path): sha256_of(path) for path in data}
@@ -154,7 +172,7 @@ class Run:
                 check_extension(before)
                 run._must_have_state(args.epochs, before)
             for path in folder.glob(f".*{TEMPORARY}"):  # of a process that was killed while it wrote them
-                path.unlink()
+                remove(path)
         except BaseException:
             run.release()
             raise
@@ -229,6 +247,8 @@ class Run:
             handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
             with os.fdopen(handle, "a", encoding="utf-8") as file:
                 file.writelines(self.lines[self.written :])
+                file.flush()
+                os.fsync(handle)
         except OSError as error:
             raise InputError(could_not_write(path, error)) from error
         self.written = len(self.lines)
@@ -242,6 +262,8 @@ class Run:
     def command(self) -> str:
         """The command that continues this run."""
         script = Path(sys.argv[0]).name
+        if script == "sweep.py":
+            return "the same command"
         if script not in TRAINING_SCRIPTS:
             return f"the same flags, --name {self.folder.name} and --resume"
         processes = os.environ.get("LOCAL_WORLD_SIZE")
@@ -272,7 +294,12 @@ def shared_run(world: World, open_run: Callable[[], Run]) -> Iterator[Run]:
                 stack.enter_context(console.recorded(path))
             except OSError as error:  # such as a symbolic link
                 raise InputError(could_not_write(path, error)) from error
-        yield run
+        try:
+            yield run
+        except Stopped as stopped:
+            if "Go on with" not in stopped.message:
+                stopped.message += f". Go on with: {run.command()}"
+            raise
 
 
 def _files(folder: Path) -> list[Path]:

@@ -8,6 +8,7 @@ Nothing here knows a task or a flag. training.py calls this file; model.py has t
 """
 
 import contextlib
+import gc
 import itertools
 import math
 import traceback
@@ -60,7 +61,7 @@ class EpochRecord:
             if not math.isfinite(value):
                 raise InputError(
                     f"the loss of {task} at step {step} must be finite, found {value}. "
-                    "The best epoch so far is kept. Lower --lr, or set --clip 1."
+                    "What was saved before is kept. Lower --lr, or set --clip 1."
                 )
         self.checked = len(self.losses)
         by_task: dict[str, list[float]] = {}
@@ -83,8 +84,8 @@ class EpochRecord:
         def joined(table: dict[str, list[Tensor]]) -> dict[str, Tensor]:
             return {task: torch.cat(tensors).cpu() for task, tensors in table.items()}
 
-        self.check()
         return {
+            "checked": self.checked,
             "names": [(task, step) for task, step, _ in self.losses],
             "losses": torch.stack([loss for _, _, loss in self.losses]).cpu() if self.losses else None,
             "penalties": {task: torch.stack(tensors).cpu() for task, tensors in self.penalties.items()},
@@ -99,7 +100,7 @@ class EpochRecord:
         self.penalties = {task: list(tensor.to(device).unbind()) for task, tensor in state["penalties"].items()}
         self.values = {task: [tensor.to(device)] for task, tensor in state["values"].items()}
         self.labels = {task: [tensor.to(device)] for task, tensor in state["labels"].items()}
-        self.checked = len(self.losses)
+        self.checked = state["checked"]
 
     def scores(self) -> dict[str, float]:
         """Scores on the training rows as they were seen, with dropout: no second pass over the training set."""
@@ -119,6 +120,10 @@ class MemoryShortageError(Exception):
     def __init__(self, batch: Batch, reason: str):
         super().__init__(reason)
         self.batch, self.reason = batch, reason
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or "CUBLAS_STATUS_ALLOC_FAILED" in str(error)
 
 
 class Pass(NamedTuple):
@@ -179,7 +184,9 @@ class Trainer:
                 batch = batch.to(self.precision.device)  # in an epoch it is there already
                 try:
                     yield self._pass(batch, len(step))
-                except torch.OutOfMemoryError as error:
+                except RuntimeError as error:
+                    if not is_out_of_memory(error):
+                        raise
                     traceback.clear_frames(error.__traceback__)  # they hold the graph, and with it the memory
                     raise MemoryShortageError(batch, str(error)) from None
 
@@ -229,6 +236,7 @@ class Trainer:
         restore_random_states(states, self.precision.device)
         self.side_stream.load_state_dict(side_stream)
         if self.precision.device.type == "cuda":
+            gc.collect()  # recomputed layers leave cycles
             torch.cuda.empty_cache()
 
     def _split_further(self, shortage: "MemoryShortageError", number: int) -> None:
@@ -240,7 +248,7 @@ class Trainer:
         self.parts[task] = 2 * before
         warn(
             f"step {number}: out of memory at {len(batch)} rows of {task}, so its batches are computed in {2 * before} "
-            "parts from now on. The gradients are the same."
+            "parts from now on. The gradients are the same, apart from dropout masks."
         )
 
     def _apply_gradients(self) -> bool:
@@ -263,15 +271,10 @@ class Trainer:
 
     # State
 
-    def check_finite(self, place: str) -> None:
-        """Refuse weights that are not finite. place: how far the run is."""
+    def is_finite(self) -> bool:
+        """Whether all weights are finite."""
         tensors = [p.detach() for p in self.model.parameters() if p.requires_grad]
-        finite = torch.stack([tensor.isfinite().all() for tensor in tensors])  # one transfer from the GPU
-        if not finite.all():
-            raise InputError(
-                f"the weights at {place} must be finite, found NaN or infinity. The checkpoint before and the best "
-                "epoch so far are kept. Lower --lr, or set --clip 1."
-            )
+        return bool(torch.stack([tensor.isfinite().all() for tensor in tensors]).all())  # one transfer from the GPU
 
     def state_dict(self) -> dict[str, Any]:
         """All that a run needs in order to be resumed, besides its progress: tensors and plain values only.

@@ -29,13 +29,25 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from checkpoints import drop_state, load_state, restore_best, save_best, save_state, size_of, unusable
+from checkpoints import (
+    checkpoint_bytes,
+    drop_held,
+    drop_state,
+    hold_best,
+    load_state,
+    restore_best,
+    save_best,
+    save_state,
+    size_of,
+    take_back_best,
+    unusable,
+)  # fmt: skip
 from console import progress_line
-from interruption import Stopped, deferred, stop
+from interruption import Stopped, deferred, requested, stop
 from memory import peak_memory, reset_peak
 from runs import Run
 from trainer import EpochRecord, Step, Trainer, mean
-from utils import InputError, require_space, warn, write_text
+from utils import InputError, random_states, remove, require_space, restore_random_states, warn, write_text
 from watch import Watch
 
 CHECK_EVERY = 20  # steps between checks of the losses: each check waits once for the GPU
@@ -139,11 +151,12 @@ class Loop:
                 with deferred():
                     trainer.update(step, self.record, progress.step + 1)
                     progress.step += 1
-                    check = progress.step % CHECK_EVERY == 0
-                    if check:
+                    if progress.step % CHECK_EVERY == 0:
                         self.look_at_losses()
-                    self.save_now_and_then(check)
-                if self.world.size > 1 and self.world.stop_requested(check):
+                    is_stopped, is_due = self.world.any(requested(), self.save_is_due())
+                    if is_due:
+                        self.save()
+                if is_stopped:
                     stop()
                 bar.update()
                 self.print_now_and_then(total)
@@ -157,9 +170,16 @@ class Loop:
     def evaluate_epoch(self) -> dict[str, float]:
         """The scores of the epoch's weights, averaged if there is an averager."""
         trainer = self.trainer
-        trainer.check_finite(self.place())
-        with trainer.averager.applied(trainer.model):
-            return self.evaluate()
+        self.check_finite()
+        self.world.broadcast_tensors(p.data for p in trainer.model.parameters())  # rounding may differ between GPUs
+        random = random_states(trainer.precision.device)
+        try:
+            with trainer.averager.applied(trainer.model):
+                return self.evaluate()
+        except Stopped:  # wherever it was: what is saved now must be as before the evaluation
+            trainer.averager.take_back()
+            restore_random_states(random, trainer.precision.device)
+            raise
 
     def complete_epoch(self, epoch: int, scores: dict[str, float], peak: int | None) -> str:
         """Keep the weights if they are the best, save the state, then write the log. Return the line to print.
@@ -173,7 +193,7 @@ class Loop:
         if is_best:
             progress.best, progress.best_epoch = scores, epoch
             with trainer.averager.applied(trainer.model):
-                self.world.on_main(lambda: save_best(trainer.model, run))
+                self.world.on_main(lambda: (hold_best(run), save_best(trainer.model, run)))
         if self.watch is not None:
             say(self.watch.epoch(epoch, losses, self.record.mean_penalties(), self.dev_values()))
         in_parts = {"parts": dict(trainer.parts)} if trainer.parts else {}
@@ -184,8 +204,17 @@ class Loop:
         self.record = EpochRecord(trainer.targets)
         if self.save_seconds is not None:
             self.save()
+        self.world.on_main(lambda: drop_held(run))
         self.world.on_main(run.write_log)
         return epoch_line(epoch, losses, scores, is_best)
+
+    def check_finite(self) -> None:
+        """Refuse weights that are not finite."""
+        if not self.trainer.is_finite():
+            raise InputError(
+                f"the weights at {self.place()} must be finite, found NaN or infinity. What was saved before is kept. "
+                "Lower --lr, or set --clip 1."
+            )
 
     def look_at_losses(self) -> None:
         """Refuse losses that are not finite, and say so if they explode."""
@@ -195,16 +224,13 @@ class Loop:
 
     # Checkpoints
 
-    def save_now_and_then(self, check: bool) -> None:
-        """Save the state if it is time. Several processes agree on that every few steps."""
-        if self.save_seconds is None or not (check or self.world.size == 1):
-            return
-        if self.world.broadcast(time.monotonic() - self.saved >= self.save_seconds):
-            self.save()
+    def save_is_due(self) -> bool:
+        return self.save_seconds is not None and time.monotonic() - self.saved >= self.save_seconds
 
     def save(self) -> None:
         """Write the state from which the run can be resumed, unless its weights are not finite."""
-        self.trainer.check_finite(self.place())
+        self.check_finite()
+        self.world.on_main(self.run.must_be_ours)
         state = {
             "progress": asdict(self.progress),
             "record": self.record.state_dict(),
@@ -218,6 +244,7 @@ class Loop:
 
     def restore(self) -> bool:
         """Continue where the saved state is; return False if there is none."""
+        self.world.on_main(lambda: take_back_best(self.run))
         state = self.world.broadcast(self.world.on_main(lambda: load_state(self.run)))
         if state is None:
             return False
@@ -317,9 +344,9 @@ def fit(
     elif resume and world.broadcast(not run.is_new):
         print(f"{run.folder}: nothing was saved yet, so the run starts from the beginning", flush=True)
         world.on_main(lambda: run.restore_log(run.lines, 0.0))
-    if save_seconds is not None:
+    if save_seconds is not None and loop.progress.epoch < epochs:
         world.on_main(lambda: check_space(trainer, run))
-    world.on_main(lambda: (run.folder / "dev.json").unlink(missing_ok=True))  # of a run that is extended
+    world.on_main(lambda: remove(run.folder / "dev.json"))  # of a run that is extended
     loop.train()
     world.on_main(lambda: restore_best(trainer.model, run))
     world.broadcast_tensors(trainer.model.state_dict().values())
@@ -331,8 +358,8 @@ def fit(
 
 def check_space(trainer: Trainer, run: Run) -> None:
     """Refuse to start if the disk cannot hold the checkpoints: of each, the old file and the new one."""
-    weights, state = size_of(trainer.model.state_dict()), trainer.state_bytes()
-    require_space(run.folder, 2 * (weights + state), "the run's checkpoints", "--runs")
+    needed = 2 * (size_of(trainer.model.state_dict()) + trainer.state_bytes()) - checkpoint_bytes(run)
+    require_space(run.folder, needed, "the run's checkpoints need", "--runs")
 
 
 def epoch_line(epoch: int, losses: dict[str, float], scores: dict[str, float], is_best: bool) -> str:

@@ -71,7 +71,8 @@ def run_script(main: Callable[[], None]) -> None:
         except torch.OutOfMemoryError as error:
             sys.exit(_fail(out_of_memory(str(error)), 2))
         except interruption.Stopped as stop:
-            sys.exit(_fail(stop.message, stop.status))
+            is_first = os.environ.get("RANK", "0") == "0"  # of the processes that torchrun started
+            sys.exit(_fail(stop.message, stop.status) if is_first else stop.status)
         except KeyboardInterrupt:
             sys.exit(_fail("interrupted", 130))
 
@@ -433,8 +434,21 @@ def _flush_to_disk(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if not path.is_dir() or error.errno not in (errno.EINVAL, errno.ENOTSUP):  # not all can flush a directory
+            raise
     finally:
         os.close(handle)
+
+
+def remove(path: Path) -> None:
+    """Remove a file if it is there."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise InputError(
+            f"{path}: could not be removed ({os.strerror(error.errno)}). Make the directory writable."
+        ) from error
 
 
 def could_not_write(path: Path, error: Exception, size: int | None = None) -> str:
@@ -487,7 +501,7 @@ def require_space(path: Path, size: int, what: str, flag: str) -> None:
     free = shutil.disk_usage(path).free
     if free < size:
         raise InputError(
-            f"{flag} {path}: {what} needs {megabytes(size)}, but the disk has {megabytes(free)} free. Free some space, "
+            f"{flag} {path}: {what} {megabytes(size)}, but the disk has {megabytes(free)} free. Free some space, "
             f"or choose another {flag}."
         )
 

@@ -19,6 +19,7 @@ from adapters import ADAPTERS
 from bert import BertModel
 from config import BertConfig
 from datasets import PAIRINGS
+from distributed import Processes, World
 from heads import POOLERS
 from losses import LOSSES, WEIGHTINGS
 from optimizer import AVERAGERS, OPTIMIZERS, SCHEDULES
@@ -27,6 +28,7 @@ from pretrain import OBJECTIVES
 from sampling import SAMPLERS
 from smart import REGULARIZERS, STARTS
 from tokenizer import BertTokenizer
+from utils import SideStream
 
 TUNED = "--option finetune --lr 1e-3 --hidden_dropout_prob 0"
 # 8 rows in batches of 3: the last batch has two rows, so that one of three processes has none of sst's.
@@ -144,6 +146,20 @@ def test_training_changed_the_weights(trained: Path, without_dropout: Path):
     for path in (trained / "1").rglob("model.safetensors"):
         after = load_file(path)["bert.encoder.layer.0.output.dense.weight"]
         assert torch.equal(after.double(), before) == ("frozen" in str(path))
+
+
+def test_every_process_has_dropout_masks_of_its_own():
+    """And none has those of the side stream, from which R-Drop and SimCSE draw their second pass."""
+    first = []
+    for rank in range(4):
+        world = World()
+        world.rank = rank
+        torch.manual_seed(7)
+        Processes.seed_apart(world, 7)
+        first.append(torch.rand(4).tolist())
+    with SideStream(7).drawn(torch.device("cpu")):
+        first.append(torch.rand(4).tolist())
+    assert len({tuple(numbers) for numbers in first}) == 5
 
 
 REGISTRIES = {

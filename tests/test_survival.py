@@ -1,6 +1,7 @@
 """Runs that survive: killed at any moment, stopped by signals, without a terminal, on a full disk, started twice."""
 
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,11 +20,13 @@ import torch
 from conftest import ROOT, the_error, write_task_files
 from processes import run_as_script, start, wait_until
 from test_multitask import run_multitask
+from test_training import Bench, Start
 
 import checkpoints
 import console
 import interruption
 import multitask_classifier
+import training
 import utils
 from checkpoints import load_state
 from optimizer import AVERAGERS, OPTIMIZERS
@@ -30,7 +34,7 @@ from pcgrad import COMBINERS
 from runs import Run
 from sampling import SAMPLERS
 from smart import REGULARIZERS
-from trainer import Trainer
+from trainer import EpochRecord, Trainer
 from utils import InputError, atomic_path, write_text
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -249,6 +253,7 @@ def test_resume_says_where_it_goes_on(tiny_checkpoint: Path, tmp_path: Path, mon
     with pytest.raises(interruption.Stopped):
         run_multitask(tmp_path, tiny_checkpoint, *flags)
     monkeypatch.undo()
+    interruption._received.__init__()
     done = run_multitask(tmp_path, tiny_checkpoint, *flags, "--resume")
     assert re.search(r"resuming at epoch 2 of 3, step 2 of 3, best 0\.\d\d\d\n", done.out)
 
@@ -319,6 +324,7 @@ def test_the_log_is_trimmed_to_the_state(tiny_checkpoint: Path, tmp_path: Path, 
     with pytest.raises(interruption.Stopped):
         run_multitask(tmp_path, tiny_checkpoint, "--epochs", 2)
     monkeypatch.undo()
+    interruption._received.__init__()
     path = tmp_path / "runs" / "r" / "log.jsonl"
     path.write_text(path.read_text() + '{"epoch": 2, "torn')
     done = run_multitask(tmp_path, tiny_checkpoint, "--epochs", 2, "--resume")
@@ -379,6 +385,7 @@ def test_weights_that_are_not_finite_replace_neither_state_nor_best_weights(
     assert state["progress"]["epoch"] == 1
     assert all(tensor.isfinite().all() for tensor in state["trainer"]["model"].values())
     monkeypatch.undo()
+    interruption._received.__init__()
     done = run_multitask(tmp_path, tiny_checkpoint, *TUNED.split(), "--epochs", 3, "--resume")
     assert [line["epoch"] for line in done.log()] == [1, 2, 3]
 
@@ -521,7 +528,7 @@ def test_a_disk_that_is_too_small_is_refused_at_the_start(
     disk = small_disk(8 * 2**20)
     with pytest.raises(InputError) as refused:
         run_multitask(tmp_path, tiny_checkpoint, *TUNED.split(), "--epochs", 1, "--runs", disk)
-    assert re.search(r"--runs .*disk/r: the run's checkpoints needs? ", str(refused.value))
+    assert re.search(r"--runs .*disk/r: the run's checkpoints need ", str(refused.value))
     assert "MB, but the disk has 8.4 MB free." in re.sub(r"8\.\d MB", "8.4 MB", str(refused.value))
 
 
@@ -565,6 +572,7 @@ def test_a_disk_that_fills_up_is_one_line_and_the_earlier_files_stay_readable(
     if file in ("state.pt", "model.safetensors"):
         assert "the file needs " in message
     monkeypatch.undo()
+    interruption._received.__init__()
     (disk / "filler").unlink(missing_ok=True)
     if file not in ("config.json", "dev.json"):
         assert (disk / "r" / "model.safetensors").read_bytes() == before["model.safetensors"] or file == "log.jsonl"
@@ -635,6 +643,7 @@ def test_links_in_a_run_are_not_followed_for_writing(
     with pytest.raises(interruption.Stopped):
         run_multitask(tmp_path, tiny_checkpoint, "--epochs", 2)
     monkeypatch.undo()
+    interruption._received.__init__()
     run, victim = tmp_path / "runs" / "r", tmp_path / "victim"
     victim.write_text("mine")
     for name in ("log.jsonl", "state.pt.new", "model.safetensors", "config.json"):
@@ -755,3 +764,115 @@ def test_the_script_says_interrupted_before_training(place: Folder):
     stop = "import os, signal, readers; script.load_splits = lambda *a: os.kill(os.getpid(), signal.SIGTERM)"
     assert place.train("r", "--epochs 1", prepare=stop) == 143
     assert place.output("r").endswith("error: stopped by SIGTERM\n")
+
+
+# --- found by review --------------------------------------------------------------------------------------------------
+
+
+def test_a_saved_record_has_not_hidden_its_losses_from_the_watch(bench: Start):
+    one, record = bench(), EpochRecord()
+    for number in range(1, 4):
+        one.trainer.update([one.draw(number)], record, number)
+        record.state_dict()
+    assert {task: len(losses) for task, losses in record.check().items()} == {"sst": 3, "para": 3, "sts": 3}
+    other = EpochRecord()
+    one.trainer.update([one.draw(4)], record, 4)
+    other.load_state_dict(record.state_dict(), torch.device("cpu"))
+    assert {task: len(losses) for task, losses in other.check().items()} == {"sst": 1, "para": 1, "sts": 1}
+
+
+@pytest.fixture
+def bench(tiny_checkpoint: Path) -> Start:
+    return partial(Bench, tiny_checkpoint)
+
+
+def test_a_signal_while_weights_are_averaged_leaves_the_models_own(bench: Start):
+    one = bench("--averager", "ema")
+    own = one.after([one.draw(0, 1)], [one.draw(2, 3)])
+    averager, model = one.trainer.averager, one.model
+    with pytest.raises(interruption.Stopped), averager.applied(model):
+        interruption._received.receive(signal.SIGTERM, None)
+    assert all(torch.equal(p, own[name]) for name, p in model.named_parameters())
+    context = averager.applied(model)
+    context.__enter__()  # interrupted before it could be left
+    assert not all(torch.equal(p, own[name]) for name, p in model.named_parameters())
+    averager.take_back()
+    assert all(torch.equal(p, own[name]) for name, p in model.named_parameters())
+
+
+def test_a_run_that_is_killed_between_best_weights_and_state_takes_the_previous_weights_back(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The repeated epoch may have other scores, such as on a GPU, and then must not leave the killed one's weights."""
+    scores = itertools.chain.from_iterable([s, s] for s in (0.5, 0.6, 0.4))  # epoch 1, epoch 2, epoch 2 again
+    monkeypatch.setattr(multitask_classifier, "overall", lambda found: next(scores))
+    real = training.save_state
+
+    def failing(state: dict, run: Run) -> None:
+        if state["progress"]["epoch"] == 2:
+            raise KeyboardInterrupt
+        real(state, run)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("training.save_state", failing)
+        with pytest.raises(KeyboardInterrupt):
+            run_multitask(tmp_path, tiny_checkpoint, *TUNED.split(), "--epochs", 2)
+    run = tmp_path / "runs" / "r"
+    held, weights = (run / checkpoints.HELD).read_bytes(), (run / "model.safetensors").read_bytes()
+    assert held != weights
+    done = run_multitask(tmp_path, tiny_checkpoint, *TUNED.split(), "--epochs", 2, "--resume")
+    assert (run / "model.safetensors").read_bytes() == held
+    assert json.loads((run / "dev.json").read_text())["overall"] == 0.5
+    assert not (done.run / checkpoints.HELD).exists()
+
+
+def test_a_directory_that_is_created_again_is_not_written_into(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    run, evaluate = tmp_path / "runs" / "r", multitask_classifier.overall
+
+    def replace(*values: object) -> float:
+        if (run / "args.json").exists():
+            run.rename(tmp_path / "removed")
+            run.mkdir()
+            (run / ".lock").touch()
+        return evaluate(*values)
+
+    monkeypatch.setattr(multitask_classifier, "overall", replace)
+    with pytest.raises(InputError, match="was removed and created again while it was being trained"):
+        run_multitask(tmp_path, tiny_checkpoint, "--epochs", 1)
+    assert not (run / "state.pt").exists()
+
+
+def test_a_name_that_another_process_is_training_is_refused_as_such(tiny_checkpoint: Path, tmp_path: Path):
+    done = run_multitask(tmp_path, tiny_checkpoint, "--epochs", 1)
+    with Run._locked(done.run), pytest.raises(InputError, match="another process is training this run"):
+        run_multitask(tmp_path, tiny_checkpoint, "--epochs", 1)
+
+
+def test_a_resumed_run_may_use_the_space_of_its_own_checkpoints(
+    small_disk: Callable[[int], Path], tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    disk = small_disk(36 * 2**20)  # the checkpoints need 32 MB, of which 16 are taken after an epoch
+    flags = [*TUNED.split(), "--epochs", 2, "--runs", disk]
+    stop_after(monkeypatch, 4)
+    with pytest.raises(interruption.Stopped):
+        run_multitask(tmp_path, tiny_checkpoint, *flags)
+    monkeypatch.undo()
+    interruption._received.__init__()
+    run_multitask(tmp_path, tiny_checkpoint, *flags, "--resume")
+
+
+@pytest.mark.parametrize("closed", [">&-", ">&- 2>&-", "<&- >&- 2>&-"])
+def test_a_script_runs_with_standard_files_that_were_closed_before_it_started(closed: str):
+    command = f"{sys.executable} {ROOT / 'multitask_classifier.py'} --help {closed}"
+    assert subprocess.run(command, shell=True, cwd=ROOT, stderr=subprocess.DEVNULL).returncode == 0
+
+
+def test_text_that_the_output_cannot_encode_does_not_silence_it(tmp_path: Path):
+    path = tmp_path / "out.txt"
+    with path.open("w", encoding="ascii") as file:
+        stream = console.Stream(file, console.Transcript())
+        stream.write("é\n")
+        stream.write("more\n")
+    assert path.read_text() == "?\nmore\n"

@@ -440,7 +440,7 @@ def test_a_nan_loss_stops_with_task_and_step_and_the_best_epoch_stays_usable(
     assert stopped.value.code == 2
     (error,) = capsys.readouterr().err.splitlines()
     assert error.startswith(
-        "error: the loss of sts at step 2 must be finite, found nan. The best epoch so far is kept."
+        "error: the loss of sts at step 2 must be finite, found nan. What was saved before is kept."
     )
     assert not list((tmp_path / "predictions").glob("*"))
     done = Finished(tmp_path, "", [], [])
