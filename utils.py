@@ -443,6 +443,8 @@ def _flush_to_disk(path: Path) -> None:
 
 def remove(path: Path) -> None:
     """Remove a file if it is there."""
+    if not os.path.lexists(path):  # on a read-only disk, removing nothing is an error too
+        return
     try:
         path.unlink(missing_ok=True)
     except OSError as error:
