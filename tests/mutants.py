@@ -48,16 +48,27 @@ MUTANTS = [
         "return torch.autograd.grad(divergence.sum(), logits)[0]",
         "smart",
     ),
-    Mutant("training", "            self.regularizer.update(self.model)\n", "", "training"),
-    Mutant("training", "            self.averager.update(self.model)\n", "", "training"),
-    Mutant("training", " / len(step)", "", "training"),
-    Mutant("training", "with self.side_stream.drawn(self.precision.device):", "if True:", "training"),
+    Mutant("trainer", "            self.regularizer.update(self.model)\n", "", "training"),
+    Mutant("trainer", "            self.averager.update(self.model)\n", "", "training"),
+    Mutant("trainer", " * share / draws", " * share", "training"),
+    Mutant("trainer", "with self.side_stream.drawn(self.precision.device):", "if True:", "training"),
     Mutant(
         "training",
-        "progress.epoch - progress.best_epoch >= patience",
-        "progress.epoch - progress.best_epoch > patience",
+        "self.progress.epoch - self.progress.best_epoch >= self.patience",
+        "self.progress.epoch - self.progress.best_epoch > self.patience",
         "training",
     ),
+    Mutant("trainer", " * share / draws", " / draws", "memory_shortage"),
+    Mutant("smart", "return whole[:, start:stop].flatten(0, 1)", "return torch.randn_like(x)", "memory_shortage"),
+    Mutant("training", "itertools.islice(self.steps(epoch), progress.step, None)", "self.steps(epoch)", "survival"),
+    Mutant("training", '"record": self.record.state_dict(),', '"record": EpochRecord().state_dict(),', "survival"),
+    Mutant("training", "        self.check_finite()\n        self.world.bro", "        self.world.bro", "survival"),
+    Mutant("checkpoints", 'if digest(saved["content"]) != saved["sha256"]:', "if False:", "survival"),
+    Mutant("runs", "            fcntl.flock(run.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)\n", "", "survival"),
+    Mutant("console", 'if "\\r" in text:', "if False:", "survival"),
+    Mutant("distributed", "gradient[start:stop] * ctx.size", "gradient[start:stop]", "distributed"),
+    Mutant("distributed", "            flat /= self.size\n", "", "distributed"),
+    Mutant("pcgrad", "            self.world.average(self.kept[name])\n", "            pass\n", "distributed"),
     Mutant(
         "datasets",
         "yield from source.batches(batch_size, epoch_generator(seed, epoch, number))",
@@ -72,7 +83,7 @@ MUTANTS = [
         "token_ids = self.token_ids[places].long()",
         "datasets",
     ),
-    Mutant("evaluation", "order = torch.cat(batches).argsort()", "order = torch.cat(batches)", "evaluation"),
+    Mutant("evaluation", "order = torch.cat(rows).argsort()", "order = torch.cat(rows)", "evaluation"),
     Mutant("evaluation", "    model.eval()\n    (logits,)", "    (logits,)", "evaluation multitask"),
     Mutant("evaluation", "for c in np.union1d(values, labels):", "for c in np.unique(labels):", "evaluation"),
     Mutant(
@@ -98,7 +109,7 @@ def survives(mutant: Mutant, copy: Path) -> bool:
     path.write_text(source, encoding="utf-8")
     if done.returncode not in (0, 1):  # 1: a test failed
         sys.exit(f"pytest did not run:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
-    failed = [line for line in done.stdout.splitlines() if line.startswith("FAILED")]
+    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
     verdict = f"killed by {failed[0].split('::')[-1].split(' ')[0]}" if failed else "SURVIVED"
     print(f"{mutant.file}: {mutant.old.strip()} -> {mutant.new.strip() or '(nothing)'} | {verdict}", flush=True)
     return done.returncode == 0
