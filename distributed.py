@@ -273,8 +273,9 @@ def started(use_gpu: bool) -> Iterator[World]:
             f"the processes could not find each other ({reason}). Check the addresses and ports given to torchrun."
         ) from error
     world = Processes()
-    beating = threading.Event()
-    threading.Thread(target=_watch_the_others, args=(world, beating), daemon=True).start()
+    ended = threading.Event()
+    watch = threading.Thread(target=_watch_the_others, args=(world, ended), daemon=True)
+    watch.start()
     try:
         # A signal reaches the processes at different moments: they agree on when to stop (World.stop_requested).
         with interruption.deferred(), open(os.devnull, "w") as nowhere:
@@ -283,7 +284,8 @@ def started(use_gpu: bool) -> Iterator[World]:
                 yield world
             world.collect(None)  # none leaves before all are done, or its heartbeat would be missed
     finally:
-        beating.set()
+        ended.set()
+        watch.join(timeout=2 * HEARTBEAT)  # a thread that still uses its connection at the end would crash the process
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group()
 

@@ -3,11 +3,13 @@
 import contextlib
 import ctypes
 import errno
+import glob
 import hashlib
 import itertools
 import json
 import math
 import os
+import platform
 import secrets
 import shutil
 import subprocess
@@ -15,6 +17,7 @@ import sys
 import tempfile
 import warnings
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, ClassVar
@@ -409,7 +412,7 @@ def atomic_path(path: Path, size: int | None = None) -> Iterator[Path]:
     Whatever happens, `path` is either the complete old file or the complete new one, and never a symbolic link's
     target. If the file cannot be written, an InputError says so in one line. size: the file's bytes, for that line.
     """
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{TEMPORARY}")
+    temporary = path.with_name(f".{path.name}.{MACHINE}-{os.getpid()}-{secrets.token_hex(3)}{TEMPORARY}")
     try:
         temporary.open("xb").close()
         permissions = temporary.stat().st_mode  # those that the umask allows
@@ -418,6 +421,7 @@ def atomic_path(path: Path, size: int | None = None) -> Iterator[Path]:
         _flush_to_disk(temporary)
         temporary.replace(path)
         _flush_to_disk(path.parent)
+        _remove_leftovers(path)
     except torch.OutOfMemoryError:
         raise
     except (OSError, RuntimeError, SafetensorError) as error:  # the last two are how torch and safetensors report it
@@ -428,6 +432,17 @@ def atomic_path(path: Path, size: int | None = None) -> Iterator[Path]:
 
 
 TEMPORARY = ".tmp"  # the end of temporary files' names
+MACHINE = f"{zlib.crc32(platform.node().encode()):08x}"
+
+
+def _remove_leftovers(path: Path) -> None:
+    """Remove the temporary files for this path of processes of this machine that were killed."""
+    for leftover in path.parent.glob(f".{glob.escape(path.name)}.{MACHINE}-*-*{TEMPORARY}"):
+        with contextlib.suppress(OSError, ValueError):
+            try:
+                os.kill(int(leftover.name.split("-")[-2]), 0)  # only asks whether the process is alive
+            except ProcessLookupError:
+                leftover.unlink()
 
 
 def _flush_to_disk(path: Path) -> None:

@@ -876,3 +876,18 @@ def test_text_that_the_output_cannot_encode_does_not_silence_it(tmp_path: Path):
         stream.write("é\n")
         stream.write("more\n")
     assert path.read_text() == "?\nmore\n"
+
+
+def test_temporary_files_of_killed_processes_are_removed_and_those_of_others_are_not(tmp_path: Path):
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    names = {
+        f".a.csv.{utils.MACHINE}-{dead.pid}-123456{utils.TEMPORARY}": False,
+        f".a.csv.{utils.MACHINE}-{os.getpid()}-123456{utils.TEMPORARY}": True,  # this process writes it
+        f".a.csv.00000000-{dead.pid}-123456{utils.TEMPORARY}": True,  # on another machine
+        f".b.csv.{utils.MACHINE}-{dead.pid}-123456{utils.TEMPORARY}": True,  # of another file
+    }
+    for name in names:
+        (tmp_path / name).touch()
+    write_text(tmp_path / "a.csv", "x")
+    assert {name: (tmp_path / name).exists() for name in names} == names
