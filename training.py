@@ -284,7 +284,7 @@ class Loop:
         self.printed, recent = now, {}
         for task, _, loss in self.record.losses[-CHECK_EVERY:]:
             recent.setdefault(task, []).append(loss)
-        losses = (f"{task} loss {mean(values):.3f}" for task, values in recent.items())
+        losses = (f"{task} loss {mean(values):.3f}" for task, values in sorted(recent.items()))
         progress_line(" | ".join([self.place(), *losses, f"{self.run.seconds / 60:.0f} min"]))
 
 
