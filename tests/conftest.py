@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -29,6 +30,9 @@ COURSE_FILES = [
 
 
 def pytest_configure() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # a shell's background jobs ignore Ctrl-C
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     if "PYTEST_XDIST_WORKER" in os.environ:  # two processes test at the same time, and start others
         os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(min(2, torch.get_num_threads()) if os.environ.get("OMP_NUM_THREADS") != "1" else 1)

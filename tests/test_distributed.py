@@ -92,7 +92,7 @@ def flags_of(case: str, checkpoint: Path, folder: Path, size: int) -> tuple[str,
     own = folder / str(size) / case.replace(" ", "-")
     data = ROOT / "data" / "sample" if script == "pretrain" else folder / "data"  # which has enough paraphrases
     flags += ["--model", str(checkpoint), "--data", str(data), "--runs", str(own), "--name", "r"]
-    flags += ["--epochs", "2", "--batch_size", "3"]
+    flags += ["--epochs", "1", "--batch_size", "3"]
     if script != "pretrain":
         flags += ["--predictions", str(own / "predictions"), "--eval_batch_size", "3"]
     return script, flags
@@ -223,7 +223,8 @@ def test_a_process_that_dies_or_is_stuck_ends_the_run_within_a_minute_and_it_res
             with contextlib.suppress(ProcessLookupError):  # it has ended
                 os.killpg(run.pid, signal.SIGKILL)
     assert run.returncode != 0
-    assert spent < 75  # torchrun itself waits up to 30 s for processes that do not end
+    print(f"{how.name}: ended after {spent:.0f} s")
+    assert spent < 60  # torchrun itself waits up to 30 s for processes that do not end
     assert "start the same command with the run's --name and --resume" in output
     done = len((tmp_path / "runs" / "r" / "log.jsonl").read_text().splitlines())
     flags[flags.index("--epochs") + 1] = done + 3

@@ -378,7 +378,7 @@ def new_database(url: str, name: str) -> str:
     return url.replace("DATABASE", name)
 
 
-@pytest.fixture(params=["file", "server"])
+@pytest.fixture(params=["file", pytest.param("server", marks=pytest.mark.slow)])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """--study: a file, or an empty database on a PostgreSQL server."""
     if request.param == "file":
