@@ -38,7 +38,7 @@ Result = TypeVar("Result")
 BUCKET = 2**23  # elements that are exchanged at a time: 32 MB in float32
 PATIENCE = timedelta(minutes=30)  # for an exchange, such as with a process that writes a checkpoint to a slow disk
 HEARTBEAT = 2.0  # seconds
-SILENCE = 30.0  # seconds without a heartbeat after which a process counts as lost
+SILENCE = 20.0  # seconds without a heartbeat after which a process counts as lost; torchrun then takes up to 30
 
 
 class World:
