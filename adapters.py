@@ -35,6 +35,7 @@ class Adapter(nn.Module):
 
     own_parameters: ClassVar[bool] = False  # without any, it cannot train alone
     shared: ClassVar[bool] = True  # whether all tasks share its parameters
+    plain_encoder: ClassVar[bool] = True  # whether the saved encoder computes the same without the adapter
     settings: ClassVar[dict[str, str]] = {}  # keyword arguments of __init__, and the flags that set them
 
     def __init__(self, bert: BertModel, tasks: Sequence[str]):
@@ -108,7 +109,7 @@ class PAL(Adapter):
     which is not in the paper, is left out.
     """
 
-    own_parameters, shared = True, False
+    own_parameters, shared, plain_encoder = True, False, False
     settings: ClassVar = {"dim": "pal_dim"}
 
     def __init__(self, bert: BertModel, tasks: Sequence[str], dim: int | None = None):

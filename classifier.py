@@ -2,8 +2,13 @@
 
     python3 classifier.py --option {pretrain,finetune} --lr {1e-3,1e-5}
 
-Trains on SST, then on CFIMDB, and writes predictions/<option>-<task>-{dev,test}-out.csv.
+Trains on SST, then on CFIMDB, and writes predictions/<option>-<task>-{dev,test}-out.csv. With
+--fine-tune-mode, as later handouts call --option, the files have the later names, such as full-model-sst-dev-out.csv.
 """
+
+import starting  # noqa: F401
+
+# isort: split
 
 import argparse
 import dataclasses
@@ -14,7 +19,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -32,16 +36,19 @@ from datasets import (
     read_split,
 )
 from distributed import World, local_sentences
-from evaluation import predict, score, with_stored_vectors, write_predictions
+from evaluation import predict, score, with_stored_vectors, write_logits, write_predictions
 from flags import ALWAYS, ArgumentParser, Need, check_stored, number
 from losses import cross_entropy
+from manifest import Source
+from observers import build_observer
 from readers import read_examples, report_skipped
 from runs import Run, shared_run
 from starter import load_model, restore_model, save_model, seed_everything
-from tasks import CFIMDB, SST, Batch, Category, Output, Task
+from submission import part_1_name
+from tasks import CFIMDB, SST, Batch, Category, Output, Predictions, Task
 from tokenizer import BertTokenizer
 from trainer import Step, Trainer
-from training import fit
+from training import NOBODY, Observer, fit
 from utils import (
     Precision,
     choose_device,
@@ -97,10 +104,11 @@ class BertSentimentClassifier(nn.Module):
 
 
 def load_splits(task: Task, args: argparse.Namespace, tokenizer: BertTokenizer) -> dict[str, Split]:
-    return {
+    splits = {
         split: read_split(task, [path], tokenizer, labeled=split != "test", strict=args.strict_data)
         for split, path in data_paths(task, args).items()
     }
+    return splits | {"train": splits["train"].sample(args.max_train or len(splits["train"]), args.seed)}
 
 
 def data_paths(task: Task, args: argparse.Namespace) -> dict[str, Path]:
@@ -111,25 +119,54 @@ def build_model(task: Task, args: argparse.Namespace) -> BertSentimentClassifier
     return BertSentimentClassifier(argparse.Namespace(**vars(args) | {"num_labels": task.predicts.num_logits}))
 
 
+def build_trainer(
+    task: Task, args: argparse.Namespace, model: BertSentimentClassifier, precision: Precision, total_steps: int
+) -> Trainer:
+    update = optimizer.build_optimizer(args, model)
+    return Trainer(
+        model,
+        {task.name: cross_entropy},
+        update,
+        optimizer.build_schedule(update, args.schedule, total_steps, args.warmup),
+        precision,
+        args.clip,
+        averager=optimizer.build_averager(args, model),
+        targets={task.name: task.predicts},
+        world=model.world,
+    )
+
+
 def train_task(
     task: Task, args: argparse.Namespace, splits: dict[str, Split], precision: Precision, run: Run, world: World
 ) -> float:
-    """Train one classifier, write its two prediction files, and return the best dev accuracy."""
-    trainer, best = fit_task(task, args, splits, precision, run, world)
+    """Train one classifier, write its two prediction files and their logits, and return the best dev accuracy."""
+    found: dict[str, Predictions] = {}  # of the last evaluation
+    observer = build_observer(args, run, world, lambda: found)
+    trainer, best = fit_task(task, args, splits, precision, run, world, found, observer)
     for name in ("dev", "test"):
-        path = args.predictions / f"{args.option}-{task.name}-{name}-out.csv"
+        path = args.predictions / part_1_name(args.fine_tune_mode or args.option, task.name, name)
         predictions = predict(trainer.model, splits[name], args.eval_batch_size, precision)
-        world.on_main(functools.partial(write_predictions, path, task, predictions))
+        source = Source(run.folder, data_paths(task, args)[name])
+        world.on_main(functools.partial(write_predictions, path, task, predictions, source))
+        world.on_main(functools.partial(write_logits, run.folder / f"{task.name}-{name}.npz", predictions))
         print(f"{task.name}: wrote {path}", flush=True)
+    observer.end()
     return best
 
 
 def fit_task(
-    task: Task, args: argparse.Namespace, splits: dict[str, Split], precision: Precision, run: Run, world: World
+    task: Task,
+    args: argparse.Namespace,
+    splits: dict[str, Split],
+    precision: Precision,
+    run: Run,
+    world: World,
+    found: dict[str, Predictions],
+    observer: Observer = NOBODY,
 ) -> tuple[Trainer, float]:
     """Train one classifier; return its trainer, with the best epoch's weights, and the best dev accuracy.
 
-    A frozen BERT's vectors are stored in `splits`.
+    A frozen BERT's vectors are stored in `splits`. Every evaluation stores its predictions in `found`.
     """
     seed_everything(args.seed)
     model = build_model(task, args).to(precision.device)
@@ -143,37 +180,22 @@ def fit_task(
             splits[name] = with_stored_vectors(model, split, args.eval_batch_size, precision)
 
     total_steps = splits["train"].count_batches(batch_size)
-    update = optimizer.build_optimizer(args, model)
-    schedule = optimizer.build_schedule(update, args.schedule, total_steps * args.epochs, args.warmup)
-    trainer = Trainer(
-        model,
-        {task.name: cross_entropy},
-        update,
-        schedule,
-        precision,
-        args.clip,
-        averager=optimizer.build_averager(args, model),
-        targets={task.name: task.predicts},
-        world=world,
-    )
+    trainer = build_trainer(task, args, model, precision, total_steps * args.epochs)
     world.seed_apart(args.seed)
 
     def steps(epoch: int) -> Iterator[Step]:
         for batch in splits["train"].batches(batch_size, epoch_generator(args.seed, epoch)):
             yield ((batch,),)
 
-    dev_values: dict[str, np.ndarray] = {}
-
     def evaluate() -> dict[str, float]:
-        predictions = predict(model, splits["dev"], args.eval_batch_size, precision)
-        dev_values[task.name] = predictions.values
-        return {"dev": score(task, predictions)}
+        found[task.name] = predict(model, splits["dev"], args.eval_batch_size, precision)
+        return {"dev": score(task, found[task.name])}
 
     best = fit(
         trainer, steps, evaluate, "dev", args.epochs, run, steps_in=lambda epoch: total_steps,
         save_minutes=args.save_minutes, keep_state=args.keep_state, resume=args.resume,
         watch=Watch(args.lr, args.epochs, chance={task.name: task.predicts.loss_of_guessing()}),
-        dev_values=lambda: dev_values,
+        dev_values=lambda: {name: predictions.values for name, predictions in found.items()}, observer=observer,
     )  # fmt: skip
     return trainer, best["dev"]
 
@@ -205,6 +227,7 @@ def parser() -> ArgumentParser:
         help="dropout before the linear layer")  # fmt: skip
     shared_flags.add_eval_batch_size(new)
     shared_flags.add_files(new, max_length=512)
+    shared_flags.add_max_train(new)
     shared_flags.add_predictions(new)
     return new
 
@@ -223,9 +246,7 @@ def complete(args: argparse.Namespace) -> argparse.Namespace:
 
 def with_defaults(config: Any) -> argparse.Namespace:
     """Complete flags from any namespace with some of them, such as the starter's; the rest are the defaults."""
-    given = {"local_files_only": False} | vars(config)
-    if "fine_tune_mode" in given and "option" not in given:
-        given["option"] = shared_flags.fine_tune_mode(given["fine_tune_mode"])
+    given = {"local_files_only": False} | shared_flags.with_option(vars(config))
     return complete(argparse.Namespace(**vars(parser().parse_args([])) | given))
 
 
@@ -234,8 +255,8 @@ def get_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 # Flags that may differ between the start of a run and --resume.
-MAY_DIFFER = {"runs", "predictions", "eval_batch_size", "tasks", "epochs"}
-MAY_DIFFER |= shared_flags.OF_THE_MACHINE | shared_flags.OF_CHECKPOINTS
+MAY_DIFFER = {"runs", "predictions", "fine_tune_mode", "eval_batch_size", "tasks", "epochs"}
+MAY_DIFFER |= shared_flags.OF_THE_MACHINE | shared_flags.OF_CHECKPOINTS | shared_flags.OF_DISPLAY
 
 
 def open_run(task: Task, args: argparse.Namespace) -> Run:
@@ -274,6 +295,7 @@ def train_tasks(args: argparse.Namespace, world: World) -> None:
     for name, task_splits in splits.items():
         started, task, precision = time.monotonic(), PART_1_TASKS[name], Precision(args.precision, device)
         with shared_run(world, functools.partial(open_run, task, args)) as run:
+            world.on_main(functools.partial(tokenizer.save_pretrained, run.folder))
             best = train_task(task, args, task_splits, precision, run, world)
             spent = time.monotonic() - started
             print(f"{name}: best dev accuracy {best:.3f} | {spent:.0f} s | {run.folder}", flush=True)
@@ -313,7 +335,7 @@ def train(args: Any) -> None:
         flags.save_minutes = None  # the directory is temporary
         precision = Precision(flags.precision, choose_device(flags.use_gpu))
         with Run.create(Path(folder) / "run", flags, paths) as run:
-            trainer, _ = fit_task(task, flags, splits, precision, run, World())
+            trainer, _ = fit_task(task, flags, splits, precision, run, World(), {})
     save_model(trainer.model, trainer.optimizer, args, config, args.filepath)
 
 
@@ -330,7 +352,7 @@ def test(args: Any) -> None:
         if name == "dev":
             print(f"dev acc :: {score(task, predictions):.3f}")
         writable_directory(Path(out).parent, "the directory of the predictions")
-        write_predictions(Path(out), task, predictions)
+        write_predictions(Path(out), task, predictions, Source(Path(args.filepath), Path(path)))
 
 
 if __name__ == "__main__":

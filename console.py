@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
+CLEAR = "\r\033[K"  # back to the start of the terminal's line, which is then empty
+
 
 class Transcript:
     """Everything that was printed, except progress bars; kept in memory until there is a file for it."""
@@ -51,6 +53,7 @@ class Stream:
 
     def write(self, text: str) -> int:
         self.transcript.write(text)
+        _status.clear()
         try:
             self.stream.write(text)
         except UnicodeEncodeError:
@@ -121,6 +124,46 @@ def recorded(path: Path) -> Iterator[None]:
         finally:
             if not is_script:
                 transcript.detach()
+
+
+class _Status:
+    """The line on the terminal that says what takes a moment. There is one terminal, so there is one such object."""
+
+    def __init__(self) -> None:
+        self.stream: TextIO | None = None  # where the line is shown
+
+    def clear(self) -> None:
+        """Remove the line before anything else is written, whichever stream that goes to."""
+        stream, self.stream = self.stream, None
+        if stream is not None:
+            with contextlib.suppress(OSError, ValueError):  # a lost terminal
+                stream.write(CLEAR)
+                stream.flush()
+
+
+_status = _Status()
+
+
+def show(what: str) -> None:
+    """Show on a terminal what takes a moment; the line disappears with the next output."""
+    stream = getattr(sys.stderr, "stream", sys.stderr)
+    if stream is None or not stream.isatty():
+        return
+    _status.clear()
+    with contextlib.suppress(OSError, ValueError):
+        stream.write(f"\r{what} ...")
+        stream.flush()
+        _status.stream = stream
+
+
+@contextlib.contextmanager
+def doing(what: str) -> Iterator[None]:
+    """Show what takes a moment, such as "reading sst", for the time that it takes."""
+    show(what)
+    try:
+        yield
+    finally:
+        _status.clear()
 
 
 def progress_line(text: str) -> None:

@@ -1,4 +1,9 @@
-"""Examples -> token ids, once -> length-bucketed batches; how pairs are encoded; the starter's data set classes."""
+"""Examples -> token ids, once -> length-bucketed batches; how pairs are encoded; the starter's data set classes.
+
+As a script, it audits the data files of a directory:
+
+    python datasets.py data/
+"""
 
 import argparse
 import dataclasses
@@ -15,10 +20,12 @@ import torch
 from torch import Generator, Tensor
 from torch.utils.data import Dataset
 
+import audit
+from console import doing
 from readers import Examples, read_examples, report_skipped
 from tasks import PARA, SST, STS, Batch, BatchSize, Encoded, Task, Tokens
 from tokenizer import BertTokenizer
-from utils import InputError, warn
+from utils import InputError, run_script, warn
 
 # --- examples -> token ids, once --------------------------------------------------------------------------------------
 
@@ -231,6 +238,13 @@ class Split:
             teacher=None if self.teacher is None else self.teacher[rows],
         )
 
+    def sample(self, count: int, seed: int) -> Self:
+        """At most `count` random rows in the order of the file, the same ones for the same seed."""
+        if count >= len(self):
+            return self
+        rows = torch.randperm(len(self), generator=epoch_generator(seed, 0))[:count]
+        return self.select(rows.sort().values)
+
     def with_teacher(self, logits: Tensor) -> Self:
         return dataclasses.replace(self, teacher=logits)
 
@@ -359,15 +373,16 @@ def read_split(
     repeated_ids: bool = False,
 ) -> Split:
     """Read and tokenize the files, and report what was skipped or truncated."""
-    examples = read_examples(task, paths, labeled=labeled, strict=strict, repeated_ids=repeated_ids)
     names = ", ".join(map(str, paths))
-    report_skipped(examples, names)
-    if labeled and len(set(examples.labels)) < 2:
-        raise InputError(
-            f"{names}: needs rows with at least two different labels, found {len(examples)} "
-            f"row{'s' * (len(examples) > 1)}, all labeled {examples.labels[0]}. There is nothing to learn from it."
-        )
-    split = Split.tokenize(examples, tokenizer, pairing)
+    with doing(f"reading {task.name}: {names}"):
+        examples = read_examples(task, paths, labeled=labeled, strict=strict, repeated_ids=repeated_ids)
+        report_skipped(examples, names)
+        if labeled and len(set(examples.labels)) < 2:
+            raise InputError(
+                f"{names}: needs rows with at least two different labels, found {len(examples)} "
+                f"row{'s' * (len(examples) > 1)}, all labeled {examples.labels[0]}. There is nothing to learn from it."
+            )
+        split = Split.tokenize(examples, tokenizer, pairing)
     if split.truncated:
         limit = tokenizer.max_length
         warn(f"{names}: {split.truncated} of {len(split)} rows are longer than {limit} tokens and were truncated.")
@@ -494,3 +509,18 @@ def load_multitask_test_data(
     """2023's loader of test texts without their ids: sentences, question pairs, sentence pairs."""
     sentiment, _, *pairs = load_multitask_data(sentiment_filename, paraphrase_filename, similarity_filename, "test")
     return [text for text, _ in sentiment], *([row[:2] for row in rows] for rows in pairs)
+
+
+# --- script -----------------------------------------------------------------------------------------------------------
+
+
+def get_args(argv: list[str] | None = None) -> argparse.Namespace:
+    return audit.parse(argv)
+
+
+def main() -> None:
+    audit.run(get_args(), BertTokenizer.from_pretrained)
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -32,6 +32,7 @@ from base_bert import load_checkpoint_state, read_safetensors
 from checkpoints import save_best
 from evaluation import overall, predict, score_line, write_logits, write_predictions
 from flags import ALWAYS, ArgumentParser, Switch, chosen, number
+from manifest import Source
 from members import PLAIN_DEV, Member, chosen_on_dev, common_splits, hash_of, having, read_members, tasks_of
 from model import MultitaskBERT
 from runs import Run
@@ -397,7 +398,8 @@ def write_files(args: argparse.Namespace, members: list[Member], combined: Ensem
             write_logits(folder / f"{name}-{split}.npz", predictions)
             if split != "train":
                 path = args.predictions / f"{name}-{split}-output.csv"
-                write_predictions(path, TASKS[name], predictions)
+                data = str(getattr(combined.flags, f"{name}_{split}"))
+                write_predictions(path, TASKS[name], predictions, Source(folder, Path(data), hashes.get(data)))
                 print(f"{name}: wrote {path}, {len(predictions.ids)} rows", flush=True)
 
 

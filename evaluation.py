@@ -7,10 +7,10 @@ As a script, it scores the dev files of a directory against the labels:
 
 import argparse
 import functools
-import re
+import hashlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
+import manifest
 from datasets import (
     SentenceClassificationDataset,
     SentenceClassificationTestDataset,
@@ -30,13 +31,16 @@ from datasets import (
 from distributed import World
 from flags import ALWAYS, ArgumentParser
 from interruption import requested, stop
-from readers import read_examples
+from intervals import Scored, overall_interval, score_interval
+from manifest import Found, Source
+from submission import PART_2_FILES, dev_files, read_scored
 from tasks import PARA, SST, STS, TASKS, Batch, Output, Predictions, Task
 from utils import (
     InputError,
     Precision,
     atomic_path,
     digest,
+    printable,
     read_arrays,
     run_script,
     warn,
@@ -64,18 +68,20 @@ def _in_file_order(
     split: Split,
     batch_size: int,
     precision: Precision,
-    label: str,
+    label: str | None,
     world: World,
 ) -> tuple[Tensor, ...]:
     """Compute tensors (B, ...) for all rows, batch by batch; return them on the CPU in the order of the file.
 
+    label: of the progress bar; None shows none.
     They stay on the device until the end: one copy for all batches, so that no batch waits for the one before it.
     Several processes divide the batches between them, and each returns the results of all.
     """
     batches = sorted_rows(split.lengths, batch_size)
     results = []
     with precision.autocast():  # one region for all batches, so that each weight is cast once
-        for rows in tqdm(batches[world.rank :: world.size], desc=label, leave=False, disable=None):
+        hidden = True if label is None else None  # None: shown on a terminal
+        for rows in tqdm(batches[world.rank :: world.size], desc=label, leave=False, disable=hidden):
             results.append(tuple(compute(split.batch(rows).to(precision.device))))
     found = [torch.cat(parts).float().cpu() for parts in zip(*results, strict=True)]
     everyone = world.collect((found, requested()))
@@ -90,10 +96,24 @@ def _in_file_order(
 def predict(model: Predictor, split: Split, batch_size: int, precision: Precision) -> Predictions:
     model.eval()
     (logits,) = _in_file_order(
-        lambda b: (model.predict(b).logits,), split, batch_size, precision, split.task.name, model.world
+        lambda b: (model.predict(b).logits,), split, batch_size, precision, f"predict {split.task.name}", model.world
     )
     labels = None if split.labels is None else split.labels.numpy()
     return Predictions(split.ids, logits.numpy(), split.task.predicts.decode(logits).numpy(), labels)
+
+
+def logits_and_vectors(
+    model: Predictor, split: Split, batch_size: int, precision: Precision
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The logits (rows, C) and the vectors that the head sees, one (rows, H) for each sentence of a row; no bar."""
+    model.eval()
+
+    def compute(batch: Batch) -> Iterable[Tensor]:
+        output = model.predict(batch)
+        return output.logits, *output.vectors
+
+    logits, *vectors = _in_file_order(compute, split, batch_size, precision, None, model.world)
+    return logits, tuple(vectors)
 
 
 def with_stored_vectors(model: Predictor, split: Split, batch_size: int, precision: Precision) -> Split:
@@ -128,10 +148,16 @@ def score_line(scores: dict[str, float]) -> str:
 # --- prediction files -------------------------------------------------------------------------------------------------
 
 
-def write_predictions(path: Path, task: Task, predictions: Predictions) -> None:
-    """Byte for byte the starter's format: a header, then `id , value ` lines."""
+def write_predictions(path: Path, task: Task, predictions: Predictions, source: Source | None = None) -> None:
+    """Byte for byte the starter's format: a header, then `id , value ` lines.
+
+    source: what was predicted with what, for the manifest beside the file.
+    """
     rows = (f"{i} , {v} \n" for i, v in zip(predictions.ids, predictions.values, strict=True))
-    write_text(path, task.csv_header + "".join(rows))
+    text = task.csv_header + "".join(rows)
+    write_text(path, text)
+    if source is not None:
+        manifest.record(path, source, len(predictions.ids), hashlib.sha256(text.encode()).hexdigest())
 
 
 def write_logits(path: Path, predictions: Predictions) -> None:
@@ -184,118 +210,6 @@ def _check_arrays(arrays: dict[str, np.ndarray], labeled: bool) -> None:
     content = {name: arrays[name] for name in ARRAYS if name in arrays and name != "sha256"}
     if "sha256" in arrays and str(arrays["sha256"]) != digest(content):  # an older version wrote none
         raise ValueError("its contents differ from its checksum")
-
-
-class PredictionFile(NamedTuple):
-    part: str  # of the handout
-    task: Task
-    split: str  # dev or test
-
-
-# The files that the handout asks for: eight in Part 1, six in Part 2.
-PART_1_FILES = {
-    f"{option}-{name}-{split}-out.csv": PredictionFile("1", TASKS[name], split)
-    for option in ("pretrain", "finetune")
-    for name in ("sst", "cfimdb")
-    for split in ("dev", "test")
-}
-PART_2_FILES = {
-    f"{task.name}-{split}-output.csv": PredictionFile("2", task, split)
-    for task in (SST, PARA, STS)
-    for split in ("dev", "test")
-}
-PREDICTION_FILES = PART_1_FILES | PART_2_FILES
-
-
-def dev_files() -> dict[str, PredictionFile]:
-    """The dev files that the scripts write, by name: those of the handout, and Part 2's of every other task."""
-    others = {f"{task.name}-dev-output.csv": PredictionFile("2", task, "dev") for task in TASKS.values()}
-    return {name: file for name, file in (PREDICTION_FILES | others).items() if file.split == "dev"}
-
-
-# An id may contain anything, even a comma: the value is what follows the last ` , `.
-ROW = re.compile(r"(?P<id>.+) , (?P<value>[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?) ", re.ASCII | re.IGNORECASE)
-
-
-def check_file(path: Path, task: Task, data: Path, *, labeled: bool) -> tuple[float | None, list[str]]:
-    """The score of a prediction file, if there are labels, and all its problems, one line each."""
-    problems: list[str] = []
-    examples = values = None
-    try:
-        examples = read_examples(task, [data], labeled=labeled)
-    except InputError as error:
-        problems.append(str(error))
-    try:
-        values, in_file = _parse_predictions(path, task)
-        problems += in_file
-    except InputError as error:
-        problems.append(str(error))
-    if examples is not None and values is not None:
-        for row in examples.skipped:
-            warn(f"{row}. Skipped, so no prediction is expected.")
-        problems += _id_problems(path, set(values), data, set(examples.ids))
-    if problems or not labeled:
-        return None, [str(InputError(problem)) for problem in problems]  # one bounded line each, whatever was found
-    return task.predicts.score(np.array([values[i] for i in examples.ids]), np.array(examples.labels)), []
-
-
-def score_file(path: Path, task: Task, data: Path) -> float:
-    value, problems = check_file(path, task, data, labeled=True)
-    if problems:
-        raise InputError(problems[0])
-    return value
-
-
-def _parse_predictions(path: Path, task: Task) -> tuple[dict[str, float], list[str]]:
-    """The value of each id, and one line per kind of mistake: a file can have thousands of one kind."""
-    try:
-        text = path.read_bytes().decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
-        raise InputError(f"{path}: cannot be read as a prediction file; {reason}. Predict again.") from error
-    if not text:
-        raise InputError(f"{path}: must be a prediction file, found an empty file. Predict again.")
-    header, *rows = text.split("\n")
-    problems: dict[str, list[str]] = {"header": [], "end": [], "row": [], "value": [], "twice": []}
-    if header != task.csv_header.rstrip("\n"):
-        problems["header"].append(f"{path} line 1: must be {task.csv_header[:-1]!r}, found {header!r}")
-    if rows and not rows[-1]:
-        rows.pop()
-    else:
-        problems["end"].append(f"{path} line {len(rows) + 1}: must end in a newline, found the end of the file")
-    values: dict[str, float] = {}
-    places: dict[str, int] = {}
-    for line, row in enumerate(rows, start=2):
-        place = f"{path} line {line}"
-        parts = ROW.fullmatch(row)
-        if not parts or not np.isfinite(float(parts["value"])):
-            problems["row"].append(f"{place}: must be 'id , number ', found {row!r}")
-            continue
-        identifier = parts["id"].strip().lower()  # as the data files' ids are read
-        if identifier in places:
-            other = places[identifier]
-            problems["twice"].append(f"{place}: ids must be unique, {identifier!r} is in line {other} too")
-        try:
-            task.predicts.parse_prediction(parts["value"])
-        except ValueError as error:
-            problems["value"].append(f"{place}: the prediction {error}")
-        places[identifier] = line
-        values[identifier] = float(parts["value"])
-    return values, [_summary(lines) for lines in problems.values() if lines]
-
-
-def _summary(problems: list[str]) -> str:
-    more = f" ({len(problems)} lines of this kind)" if len(problems) > 1 else ""
-    return f"{problems[0]}{more}. Predict again."
-
-
-def _id_problems(path: Path, found: set[str], data: Path, expected: set[str]) -> list[str]:
-    return [
-        f"{path}: must have every id of {data} exactly once and no other; {len(ids)} {which}, such as {min(ids)}. "
-        "Predict again with this data."
-        for which, ids in (("missing", expected - found), ("unknown", found - expected))
-        if ids
-    ]
 
 
 # --- the starter's functions, with results in the order of 2024 unless they say otherwise -----------------------------
@@ -394,7 +308,8 @@ def write_starter_predictions(args: argparse.Namespace, model: Any, device: torc
             values, ids = results[-1][columns * number - 2 : columns * number]
             path = Path(getattr(args, f"{task.name}_{split}_out"))
             writable_directory(path.parent, f"the directory of --{task.name}_{split}_out")
-            write_predictions(path, task, Predictions(ids, np.empty(0), np.array(values), None))
+            source = Source(Path(args.filepath), Path(paths[number - 1])) if hasattr(args, "filepath") else None
+            write_predictions(path, task, Predictions(ids, np.empty(0), np.array(values), None), source)
     return tuple(results)
 
 
@@ -458,14 +373,20 @@ def get_args(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse(argv)
 
 
-def print_scores(scores: dict[str, float]) -> None:
-    """Print the score of each file, and those of Part 2 together as well."""
-    files = dev_files()
-    for name, value in scores.items():
-        print(f"{name:28} {value:.4f}")
-    part2 = {files[name].task.name: value for name, value in scores.items() if files[name].part == "2"}
+def print_scores(found: dict[str, Found], scored: dict[str, Scored]) -> None:
+    """Print for each dev file its score, run and age, and the scores of Part 2 together as well."""
+    rows = [("file", "score [95% interval]", "run", "predicted")]
+    for name, of in found.items():
+        run, age = (of.origin.run, of.origin.age) if of.origin else ("unknown", "-")
+        rows.append((of.path.name, str(score_interval(scored[name])), printable(run), age))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    part2 = {of.file.task.name: scored[name] for name, of in found.items() if of.file.part == "2"}
     if part2:
-        print(score_line(part2))
+        low, high = overall_interval(part2)[1:]
+        line = score_line({task: of_task.score for task, of_task in part2.items()})
+        print(f"{line} | 95% interval of overall [{low:.3f}, {high:.3f}]")
     wanted = [file.task.name for file in PART_2_FILES.values() if file.split == "dev"]
     missing = [name for name in wanted if name not in part2]
     if part2 and missing:
@@ -474,10 +395,14 @@ def print_scores(scores: dict[str, float]) -> None:
 
 def main() -> None:
     args = get_args()
-    files = {name: file.task for name, file in dev_files().items() if (args.predictions / name).is_file()}
-    if not files:
+    found = manifest.find_files(args.predictions, dev_files())
+    if not found:
         raise InputError(f"{args.predictions}: must have one of {', '.join(dev_files())}; found none. Train first.")
-    print_scores({n: score_file(args.predictions / n, t, args.data / t.filename("dev")) for n, t in files.items()})
+    scored = {
+        n: read_scored(of.path, of.file.task, args.data / of.file.task.filename("dev")) for n, of in found.items()
+    }
+    print_scores(found, scored)
+    manifest.report_origins(found, args.data)
 
 
 if __name__ == "__main__":

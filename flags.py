@@ -194,9 +194,18 @@ class ArgumentParser(argparse.ArgumentParser):
     """
 
     def __init__(
-        self, script: str, description: str, *examples: str, usage: str = "[flags]", sections: Sequence[str] = ()
+        self,
+        script: str,
+        description: str,
+        *examples: str,
+        usage: str = "[flags]",
+        sections: Sequence[str] = (),
+        recipes: bool = True,
     ):
-        """sections: the titles of the help page's sections in reading order."""
+        """sections: the titles of the help page's sections in reading order.
+
+        recipes: whether @FILE stands for flags; a script that takes sentences may get one that begins with @.
+        """
         lines = [description, *(f"  {example}" for example in examples)]
         super().__init__(
             prog=script,
@@ -206,6 +215,7 @@ class ArgumentParser(argparse.ArgumentParser):
             allow_abbrev=False,
             add_help=False,
         )
+        self.recipes = recipes
         self.sections = {title: self.add_argument_group(title) for title in sections}
 
     def section(self, title: str) -> Callable[..., argparse.Action]:
@@ -262,7 +272,7 @@ class ArgumentParser(argparse.ArgumentParser):
         """inside: the recipes that include these words, the innermost last. read: all recipes read so far."""
         tokens: list[str] = []
         for token in argv:
-            if not token.startswith("@"):
+            if not token.startswith("@") or not self.recipes:
                 tokens.append(self._spelled(token))
                 continue
             path = find_recipe(token, inside[-1].parent if inside else None)

@@ -6,7 +6,7 @@ Shapes:  B batch   R sentences of a batch: B, or 2B for bi-encoded pairs   T tok
 """
 
 import math
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,21 @@ from kernels import dropout
 from tasks import Category, Number, Probability, Target, Task
 from utils import InputError
 
+# --- what other libraries can express ---------------------------------------------------------------------------------
+
+
+class Dense(NamedTuple):
+    """activation(W x + b), a layer that sentence-transformers has as well."""
+
+    weight: Tensor  # (outputs, inputs)
+    bias: Tensor  # (outputs,)
+    activation: type[nn.Module] = nn.Identity
+
+    @classmethod
+    def of(cls, linear: nn.Linear, activation: type[nn.Module] = nn.Identity) -> "Dense":
+        return cls(linear.weight.detach(), linear.bias.detach(), activation)
+
+
 # --- poolers: hidden states (R, T, H), mask (R, T) -> (R, H) ----------------------------------------------------------
 
 
@@ -24,6 +39,7 @@ class Pooler(nn.Module):
     """One vector per sentence. Padding has no influence: a row has one vector in any batch (docs/PITFALLS.md, 8)."""
 
     own_parameters: ClassVar[bool] = False  # without any, a frozen encoder's vectors can be stored
+    published: ClassVar[str | None] = None  # its name in sentence-transformers; None if there is no such pooling
 
     def __init__(self, bert: nn.Module):
         super().__init__()
@@ -31,9 +47,15 @@ class Pooler(nn.Module):
     def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
         raise NotImplementedError
 
+    def layers(self) -> tuple[Dense, ...]:
+        """The layers after the published pooling."""
+        return ()
+
 
 class BertPooler(Pooler):
     """tanh(W h_[CLS] + b) with the checkpoint's dense layer, which remains part of the encoder (Devlin et al. 2019)."""
+
+    published = "cls"
 
     def __init__(self, bert: nn.Module):
         super().__init__(bert)
@@ -43,9 +65,15 @@ class BertPooler(Pooler):
         (bert,) = self.encoder
         return bert.pooler_af(bert.pooler_dense(hidden[:, 0]))
 
+    def layers(self) -> tuple[Dense, ...]:
+        (bert,) = self.encoder
+        return (Dense.of(bert.pooler_dense, nn.Tanh),)
+
 
 class ClsPooler(Pooler):
     """The last hidden state of [CLS], unchanged."""
+
+    published = "cls"
 
     def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
         return hidden[:, 0]
@@ -53,6 +81,8 @@ class ClsPooler(Pooler):
 
 class MeanPooler(Pooler):
     """The mean over the real tokens, including [CLS] and [SEP] (Reimers & Gurevych 2019, arXiv:1908.10084)."""
+
+    published = "mean"
 
     def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
         mask = mask.to(torch.promote_types(hidden.dtype, torch.float32))  # bfloat16 represents integers only up to 256
@@ -62,6 +92,8 @@ class MeanPooler(Pooler):
 
 class MaxPooler(Pooler):
     """The largest value of every coordinate over the real tokens (Reimers & Gurevych 2019, arXiv:1908.10084)."""
+
+    published = "max"
 
     def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
         return hidden.masked_fill(mask[:, :, None] == 0, -math.inf).amax(dim=1)
@@ -135,13 +167,24 @@ class Head(nn.Module):
 
     def __init__(self, H: int, vectors: int, target: Target, dropout: float):
         super().__init__()
-        self.target, self.p = target, dropout
+        self.target, self.p, self.vectors = target, dropout, vectors
 
     def drop(self, x: Tensor) -> Tensor:
         return dropout(x, self.p, self.training)
 
     def forward(self, *vectors: Tensor) -> Tensor:
         raise NotImplementedError
+
+    def layers(self) -> tuple[Dense, ...] | None:
+        """The head as layers on each single vector; None if it joins two vectors, which other libraries cannot."""
+        return self._layers() if self.vectors == 1 else None
+
+    def _layers(self) -> tuple[Dense, ...] | None:
+        return None
+
+    def score_of_cosine(self) -> str | None:
+        """The logit as a Python expression of `cosine`, that of the two vectors after `layers`; None if it is none."""
+        return None
 
     def extra_repr(self) -> str:
         return f"p={self.p}"
@@ -161,6 +204,9 @@ class Linear(Head):
 
     def forward(self, *vectors: Tensor) -> Tensor:
         return self.linear(self.drop(self.join(*vectors)))
+
+    def _layers(self) -> tuple[Dense, ...]:
+        return (Dense.of(self.linear),)
 
 
 class Siamese(Linear):
@@ -192,6 +238,9 @@ class MLP(Head):
     def forward(self, *vectors: Tensor) -> Tensor:
         return self.outer(self.drop(F.gelu(self.inner(self.drop(torch.cat(vectors, dim=1))))))
 
+    def _layers(self) -> tuple[Dense, ...]:
+        return (Dense.of(self.inner, nn.GELU), Dense.of(self.outer))
+
 
 class Sigmoid(Linear):
     """low + (high - low) sigmoid(W [u; v] + b): the target's range, so for numbers only. Hicks & Liu."""
@@ -200,6 +249,11 @@ class Sigmoid(Linear):
 
     def forward(self, *vectors: Tensor) -> Tensor:
         return self.target.low + self.target.range * super().forward(*vectors).sigmoid()
+
+    def _layers(self) -> tuple[Dense, ...]:
+        weight, bias = self.linear.weight, self.linear.bias
+        scale = Dense(weight.new_full((1, 1), self.target.range), bias.new_full((1,), self.target.low))
+        return (Dense.of(self.linear, nn.Sigmoid), scale)
 
 
 class ScaledLinear(Linear):
@@ -212,6 +266,10 @@ class ScaledLinear(Linear):
 
     def forward(self, *vectors: Tensor) -> Tensor:
         return self.target.low + self.target.range * super().forward(*vectors)
+
+    def _layers(self) -> tuple[Dense, ...]:
+        weight, bias, _ = Dense.of(self.linear)
+        return (Dense(self.target.range * weight, self.target.low + self.target.range * bias),)
 
 
 class Cosine(Head):
@@ -242,6 +300,12 @@ class Cosine(Head):
     def forward(self, u: Tensor, v: Tensor) -> Tensor:
         return self.cosine(*self.drop_both(u, v))
 
+    def layers(self) -> tuple[Dense, ...]:
+        return ()
+
+    def score_of_cosine(self) -> str:
+        return "cosine"
+
 
 class CosineAffine(Cosine):
     """a cos(u, v) + b with learned a and b. Range [b - a, b + a]. The remedy for docs/PITFALLS.md, 27.
@@ -264,6 +328,9 @@ class CosineAffine(Cosine):
     def forward(self, u: Tensor, v: Tensor) -> Tensor:
         return self.scale * super().forward(u, v) + self.offset
 
+    def score_of_cosine(self) -> str:
+        return f"{self.scale.item()!r} * cosine + {self.offset.item()!r}"
+
 
 class CosineReLU(Cosine):
     """low + (high - low) relu(cos(u, v)). Range [low, high]; no gradient where the cosine is negative.
@@ -273,6 +340,9 @@ class CosineReLU(Cosine):
 
     def forward(self, u: Tensor, v: Tensor) -> Tensor:
         return self.target.low + self.target.range * super().forward(u, v).relu()
+
+    def score_of_cosine(self) -> str:
+        return f"{self.target.low!r} + {self.target.range!r} * cosine.clamp(min=0)"
 
 
 class SiameseCosine(Cosine):
@@ -291,6 +361,12 @@ class SiameseCosine(Cosine):
     def forward(self, u: Tensor, v: Tensor) -> Tensor:
         cosine = self.cosine(*map(self.linear, self.drop_both(u, v)))
         return self.target.low + (cosine + 1) * (self.target.range / 2)
+
+    def layers(self) -> tuple[Dense, ...]:
+        return (Dense.of(self.linear),)
+
+    def score_of_cosine(self) -> str:
+        return f"{self.target.low!r} + {self.target.range / 2!r} * (cosine + 1)"
 
 
 HEADS: dict[str, type[Head]] = {

@@ -17,7 +17,7 @@ import pos
 import shared_flags
 import smart
 from bert import BertModel
-from datasets import Split, check_rows_meet, count_batches, epoch_generator, read_split
+from datasets import Split, check_rows_meet, count_batches, read_split
 from evaluation import read_logits
 from losses import losses_of
 from model import MultitaskBERT
@@ -31,10 +31,10 @@ from watch import Watch
 # --- model and trainer ------------------------------------------------------------------------------------------------
 
 
-def model_values(args: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of MultitaskBERT."""
+def model_values(args: argparse.Namespace, bert: BertModel | None = None) -> dict[str, Any]:
+    """The arguments of MultitaskBERT. bert: the encoder; by default that of --model."""
     local = getattr(args, "local_files_only", False)  # the starter's
-    bert = BertModel.from_pretrained(args.model, keep_layers=args.keep_layers, local_files_only=local)
+    bert = bert or BertModel.from_pretrained(args.model, keep_layers=args.keep_layers, local_files_only=local)
     bert.use_attention(args.attention)
     bert.checkpoint_activations = args.checkpoint_activations
     return {
@@ -51,8 +51,8 @@ def model_values(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def build_model(args: argparse.Namespace) -> MultitaskBERT:
-    return MultitaskBERT(**model_values(args))
+def build_model(args: argparse.Namespace, bert: BertModel | None = None) -> MultitaskBERT:
+    return MultitaskBERT(**model_values(args, bert))
 
 
 def build_trainer(args: argparse.Namespace, model: MultitaskBERT, precision: Precision, total_steps: int) -> Trainer:
@@ -129,10 +129,7 @@ def training_rows(split: Split, args: argparse.Namespace) -> Split:
     if any(loss.reads_texts for loss in losses_of(args, split.task.name).values()):
         split = split.with_text_hashes()
     wanted = max(2, round(getattr(args, f"{split.task.name}_fraction") * len(split)))
-    wanted = min(wanted, args.max_train or wanted)
-    if wanted < len(split):
-        rows = torch.randperm(len(split), generator=epoch_generator(args.seed, 0))[:wanted]
-        split = split.select(rows.sort().values)
+    split = split.sample(min(wanted, args.max_train or wanted), args.seed)
     comparing = [name for name, loss in losses_of(args, split.task.name).items() if loss.compares_rows]
     if comparing:
         spec = getattr(args, f"{split.task.name}_loss")

@@ -12,10 +12,14 @@ What happens here, in order:
      overall score is kept.
   3. `write_run_predictions` writes predictions/{sst,para,sts}-{dev,test}-output.csv with the trained model.
 
-Where to go next: model.py for the forward pass, training.py for the loop, tasks.py for the tasks; README.md lists all
-files in reading order. `MultitaskBERT`, `train_multitask`, `test_multitask` and `get_args` have the starter's
+Where to go next: model.py for the forward pass, training.py for the loop, tasks.py for the tasks; docs/ARCHITECTURE.md
+lists all files in reading order. `MultitaskBERT`, `train_multitask`, `test_multitask` and `get_args` have the starter's
 signatures.
 """
+
+import starting  # noqa: F401
+
+# isort: split
 
 import argparse
 import functools
@@ -23,7 +27,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 import distributed
@@ -47,14 +50,16 @@ from evaluation import (
     write_predictions,
     write_starter_predictions,
 )
+from manifest import Source
 from multitask_build import Splits, load_splits
 from multitask_flags import data_paths, with_defaults
+from observers import build_observer
 from runs import Run, shared_run
 from starter import load_model, restore_model, save_model, seed_everything
-from tasks import TASKS, Predictions
+from tasks import TASKS, Predictions, Task
 from tokenizer import BertTokenizer
 from trainer import Step
-from training import fit, grouped
+from training import NOBODY, Observer, fit, grouped
 from utils import (
     InputError,
     Precision,
@@ -62,6 +67,7 @@ from utils import (
     count_parameters,
     dry_run_directory,
     run_script,
+    sha256_of,
     warn,
     writable_directory,
 )
@@ -94,6 +100,7 @@ class Trained(NamedTuple):
     precision: Precision
     run: Run
     scores: dict[str, float]  # of the best epoch, on dev
+    observer: Observer  # of the training
 
 
 def train_multitask(args: argparse.Namespace, on_epoch: OnEpoch = lambda epoch, scores: None) -> dict[str, float]:
@@ -104,6 +111,7 @@ def train_multitask(args: argparse.Namespace, on_epoch: OnEpoch = lambda epoch, 
     if hasattr(args, "filepath"):
         writable_directory(Path(args.filepath).parent, "the directory of the model")
     trained = train(with_defaults(args), on_epoch)
+    trained.observer.end()
     if hasattr(args, "filepath"):
         save_model(trained.model, None, args, trained.args, args.filepath)
     return trained.scores
@@ -130,9 +138,11 @@ def train(args: argparse.Namespace, on_epoch: OnEpoch = lambda epoch, scores: No
     with shared_run(world, lambda: multitask_flags.open_run(args)) as run:
         world.on_main(lambda: tokenizer.save_pretrained(run.folder))
         describe(args, network, splits, precision)
-        best = fit_network(args, network, splits, precision, run, on_epoch)
+        found: dict[str, Predictions] = {}  # of the last evaluation, by task
+        observer = build_observer(args, run, world, lambda: found)
+        best = fit_network(args, network, splits, precision, run, on_epoch, found, observer)
     print(f"best dev: {score_line({name: best[name] for name in args.tasks})} | {run.folder}", flush=True)
-    return Trained(args, network, tokenizer, splits, precision, run, best)
+    return Trained(args, network, tokenizer, splits, precision, run, best, observer)
 
 
 def fit_network(
@@ -142,8 +152,13 @@ def fit_network(
     precision: Precision,
     run: Run,
     on_epoch: OnEpoch,
+    found: dict[str, Predictions],
+    observer: Observer,
 ) -> dict[str, float]:
-    """Train the model, whose best epoch's weights it has at the end. The training rows are taken out of `splits`."""
+    """Train the model, whose best epoch's weights it has at the end.
+
+    The training rows are taken out of `splits`. Every evaluation stores its predictions in `found`.
+    """
     training_rows = {name: splits[name].pop("train") for name in args.train_tasks}
     scored = {name: of_task["dev"] for name, of_task in splits.items()}
     if network.vectors_are_fixed:
@@ -163,11 +178,8 @@ def fit_network(
     def steps_in(epoch: int) -> int:
         return -(-sum(1 for _ in sampler.steps(epoch)) // args.accumulate)
 
-    dev_values: dict[str, np.ndarray] = {}
-
     def evaluate() -> dict[str, float]:
-        found = {name: predict(network, rows, args.eval_batch_size, precision) for name, rows in scored.items()}
-        dev_values.update({name: predictions.values for name, predictions in found.items()})
+        found.update({name: predict(network, rows, args.eval_batch_size, precision) for name, rows in scored.items()})
         scores = {name: score(TASKS[name], predictions) for name, predictions in found.items()}
         trained = {select: overall({name: scores[name] for name in args.train_tasks})}
         return scores | {"overall": overall(scores)} | trained
@@ -178,7 +190,8 @@ def fit_network(
     return fit(
         trainer, steps, evaluate, select, args.epochs, run, steps_in=steps_in, patience=args.patience,
         save_minutes=None if args.dry_run else args.save_minutes, keep_state=args.keep_state, resume=args.resume,
-        on_epoch=on_epoch, watch=multitask_build.build_watch(args), dev_values=lambda: dev_values,
+        on_epoch=on_epoch, watch=multitask_build.build_watch(args),
+        dev_values=lambda: {name: predictions.values for name, predictions in found.items()}, observer=observer,
     )  # fmt: skip
 
 
@@ -229,28 +242,49 @@ def predict_run(args: argparse.Namespace, world: World) -> None:
     restore_best(network, run)
     tokenizer = multitask_build.build_tokenizer(args)
     splits = load_splits(args, tokenizer, multitask_flags.SCORED)
-    trained = Trained(args, network, tokenizer, splits, precision, run, {})
-    write_run_predictions(trained)
+    trained = Trained(args, network, tokenizer, splits, precision, run, {}, NOBODY)
+    write_run_predictions(trained, functools.partial(is_own_file, run, args))
     if args.predict_train:
         write_training_logits(trained)
 
 
-def write_run_predictions(trained: Trained) -> None:
-    """Write the prediction files of dev and test, and the logits into the run's directory."""
+def is_own_file(run: Run, args: argparse.Namespace, name: str, split: str) -> bool:
+    """Whether the file to score has the contents that the run was trained with; True if that was not recorded."""
+    facts = run.facts
+    recorded = facts["data_sha256"].get(str(facts["args"].get(f"{name}_{split}")))
+    return recorded in (None, sha256_of(Path(getattr(args, f"{name}_{split}"))))
+
+
+def write_run_predictions(trained: Trained, is_own: Callable[[str, str], bool] = lambda name, split: True) -> None:
+    """Write the prediction files of dev and test, and the logits into the run's directory.
+
+    is_own: whether the rows of a task's split are the run's own. The logits of other rows are not saved: they would
+    replace the run's, which ensembles read.
+    """
     args = trained.args
     for name, of_task in trained.splits.items():
         for split, rows in of_task.items():
             predictions = predict(trained.model, rows, args.eval_batch_size, trained.precision)
             path = Path(getattr(args, f"{name}_{split}_out"))
-            trained.model.world.on_main(functools.partial(write_split, trained.run, name, split, path, predictions))
+            source = Source(trained.run.folder, *data_paths(rows.task, args, split))
+            keep = is_own(name, split)
+            write = functools.partial(write_split, source, split, path, rows.task, predictions, keep)
+            trained.model.world.on_main(write)
             shown = f" | dev score {score(rows.task, predictions):.4f}" if predictions.labels is not None else ""
             print(f"{name}: wrote {path}, {len(predictions.ids)} rows{shown}", flush=True)
+            if not keep:
+                run, own = trained.run.folder, source.data
+                warn(f"{own} is not the {split} file of {run}, so its logits were not saved there.")
+    trained.observer.end()
 
 
-def write_split(run: Run, name: str, split: str, path: Path, predictions: Predictions) -> None:
-    writable_directory(path.parent, f"the directory of --{name}_{split}_out")
-    write_predictions(path, TASKS[name], predictions)
-    write_logits(run.folder / f"{name}-{split}.npz", predictions)
+def write_split(
+    source: Source, split: str, path: Path, task: Task, predictions: Predictions, keep_logits: bool
+) -> None:
+    writable_directory(path.parent, f"the directory of --{task.name}_{split}_out")
+    write_predictions(path, task, predictions, source)
+    if keep_logits:
+        write_logits(source.run / f"{task.name}-{split}.npz", predictions)
 
 
 def write_training_logits(trained: Trained) -> None:

@@ -25,6 +25,7 @@ from base_bert import revision_of
 from datasets import PAIRINGS
 from flags import ALWAYS, ENCODER_TRAINS, ArgumentParser, FromRecipe, Need, Switch, as_text, check_stored, number
 from losses import losses_of, task_trains, tasks_with
+from manifest import MANIFEST
 from model import Branch
 from readers import reader_of, source_of
 from runs import Run
@@ -166,7 +167,7 @@ def _add_files(new: ArgumentParser) -> None:
         needs=ALWAYS,
         help="train only these of --tasks; the others are only scored",
     )
-    add("--max_train", type=number(int, 2, 10**9), needs=ALWAYS, metavar="N", help="train on at most N rows per task")
+    shared_flags.add_max_train(new)
     add("--repeated_ids", action=Switch, needs=ALWAYS, help="allow repeated ids in training files")
     predicts = Need("--predict_only", lambda args: args.predict_only)
     add("--predict_only", action=Switch, help="write the prediction files of --run without training",
@@ -180,7 +181,7 @@ def _add_files(new: ArgumentParser) -> None:
     )
     for task in TASKS.values():
         add(f"--{task.name}_train", nargs="+", needs=task_trains(task.name), of_task=task.name,
-            metavar="[READER:]PATH", help="training files (default: the course's); README lists readers")  # fmt: skip
+            metavar="[READER:]PATH", help="training files (default: the course's); readers: docs/USAGE.md")  # fmt: skip
         for split in SCORED:
             add(f"--{task.name}_{split}", needs=task_is_used(task.name), of_task=task.name, metavar="PATH",
                 help="file to score" if split == "dev" else "file to predict")  # fmt: skip
@@ -218,9 +219,7 @@ def with_defaults(config: Any) -> argparse.Namespace:
 
     Such a namespace may have flags of tasks that it does not use, such as the starter's file names: they are ignored.
     """
-    given = dict(vars(config))
-    if "fine_tune_mode" in given and "option" not in given:
-        given["option"] = shared_flags.fine_tune_mode(given["fine_tune_mode"])
+    given = shared_flags.with_option(vars(config))
     defaults = vars(parser().parse_args([]))
     tasks = given.get("tasks", defaults["tasks"])
     unused = [f"{name}_" for name in TASKS if name not in tasks]
@@ -231,7 +230,7 @@ def with_defaults(config: Any) -> argparse.Namespace:
 
 # Flags that have an effect when a trained run predicts; all others were decided by its training.
 PREDICTION_FLAGS = {"data", "predictions", "strict_data", "repeated_ids", "eval_batch_size"}
-PREDICTION_FLAGS |= shared_flags.OF_THE_MACHINE | shared_flags.OF_CHECKPOINTS
+PREDICTION_FLAGS |= shared_flags.OF_THE_MACHINE | shared_flags.OF_CHECKPOINTS | shared_flags.OF_DISPLAY
 PREDICTION_FLAGS |= {"attention", "symmetric", "max_length", "pos_cache", "predict_only", "predict_train", "run"}
 PREDICTION_FLAGS |= {"model", "fine_tune_mode"}  # the checkpoint may have moved; the other follows from --option
 
@@ -286,9 +285,11 @@ def of_run(folder: Path, argv: list[str] | None = None) -> argparse.Namespace:
     return flags
 
 
-# Flags that may differ between the start of a run and --resume; head, pooling and pairing are compared task by task.
+# Flags that may differ between the start of a run and --resume; head, pooling, pairing and dropout are compared task by
+# task.
 MAY_DIFFER = {"runs", "fine_tune_mode", "eval_batch_size", "predict_only", "run", "pos_cache", "epochs"}
-MAY_DIFFER |= {"head", "pooling", "pairing"} | shared_flags.OF_THE_MACHINE | shared_flags.OF_CHECKPOINTS
+MAY_DIFFER |= {"head", "pooling", "pairing", "hidden_dropout_prob"} | shared_flags.OF_DISPLAY
+MAY_DIFFER |= shared_flags.OF_THE_MACHINE | shared_flags.OF_CHECKPOINTS
 
 
 def open_run(args: argparse.Namespace) -> Run:
@@ -417,6 +418,10 @@ def check_outputs(args: argparse.Namespace) -> None:
     }
     for name, split in itertools.product(args.tasks, SCORED):
         flag, path = f"--{name}_{split}_out", Path(getattr(args, f"{name}_{split}_out"))
+        if path.name == MANIFEST:
+            raise InputError(
+                f"{flag} {path}: must not be {MANIFEST}, which lists the prediction files. Use another path."
+            )
         other = taken.setdefault(path.resolve(), flag)
         if other != flag:
             raise InputError(f"{flag} {path}: must be a file of its own, found that of {other}. Use another path.")

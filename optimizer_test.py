@@ -11,7 +11,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from flags import ArgumentParser
 from optimizer import AdamW
+from utils import run_script
 
 REFERENCE = Path(__file__).parent / "tests" / "references" / "optimizer_test.npz"
 TOLERANCE = 3e-6  # for 200 updates in float32; the course allows a relative error of 1e-4
@@ -45,5 +47,10 @@ def main() -> int:
     return 0
 
 
-if __name__ == "__main__":
+def script() -> None:
+    ArgumentParser("optimizer_test.py", __doc__.splitlines()[0], "python optimizer_test.py", usage="").parse(None)
     sys.exit(main())
+
+
+if __name__ == "__main__":
+    run_script(script)

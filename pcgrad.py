@@ -22,8 +22,9 @@ from torch.nn import Parameter
 
 import kernels
 from distributed import World
-from flags import ENCODER_TRAINS, ArgumentParser, Need, chosen, number
+from flags import ENCODER_TRAINS, ArgumentParser, Need, Switch, chosen, number
 from sampling import one_task_per_step
+from utils import thinned
 
 
 class Method:
@@ -33,11 +34,44 @@ class Method:
         """gramian: (K, K), float64, CPU, finite, K >= 2; names: the K tasks. Returns (K,)."""
         raise NotImplementedError
 
+    def combine(
+        self, rows: "list[Row]", weights: Tensor, zeros: list[np.ndarray | None], arrival: list[int]
+    ) -> list[Tensor | None]:
+        """The weighted sum of each row's gradients; None without a gradient. arrival: the tasks in backward's order."""
+        return weighted_sum(rows, weights, zeros)
+
     def state_dict(self) -> dict[str, Any]:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         pass
+
+
+# --- the plain sum, observed ------------------------------------------------------------------------------------------
+
+
+class ObservedSum(Method):
+    """The plain sum, with each task's gradient kept until the end of the step so that cosines can be logged.
+
+    The gradients are added in the order of the backward passes, as autograd adds them: training is the same, bit for
+    bit, as without the observation (with --accumulate and with several processes, up to rounding).
+    """
+
+    def weights(self, gramian: Tensor, names: tuple[str, ...]) -> Tensor:
+        return torch.ones_like(gramian[0])
+
+    def combine(
+        self, rows: "list[Row]", weights: Tensor, zeros: list[np.ndarray | None], arrival: list[int]
+    ) -> list[Tensor | None]:
+        combined: list[Tensor | None] = [None] * len(rows)
+        for tasks, indices, _ in by_tasks(rows):
+            first, *others = (k for k in arrival if k in tasks)
+            sums = [rows[i][first] for i in indices]
+            for k in others:
+                torch._foreach_add_(sums, [rows[i][k] for i in indices])
+            for i, total in zip(indices, sums, strict=True):
+                combined[i] = total
+        return combined
 
 
 # --- changing one gradient after another: PCGrad, Gradient Vaccine ----------------------------------------------------
@@ -251,7 +285,7 @@ class GradientCombiner:
             rows = list(zip(*(self.kept[name] for name in names), strict=True))  # per parameter: K gradients or None
             gramian, zeros = gram_matrix(rows, len(names))
             weights = self._weights(gramian, names, loss_scale)
-            combined = weighted_sum(rows, weights, zeros)
+            combined = self.method.combine(rows, weights, zeros, [names.index(name) for name in self.kept])
         else:  # nothing to combine: a single task, or none
             combined = self.kept[names[0]] if names else []
         for p, gradient in zip(self.shared, combined, strict=bool(names)):
@@ -277,11 +311,16 @@ class GradientCombiner:
         """Return means since the last call, over the steps with at least two tasks and no overflow.
 
         Keys: 'norm sst'; 'cosine para sst', task names in alphabetical order; 'conflicts para sst', the share of steps
-        with a negative cosine. Empty for the plain sum.
+        with a negative cosine. Empty for the plain sum, unless it is observed.
         """
         means = {name: fmean(values) for name, values in sorted(self.figures.items())}
         self.figures.clear()
         return means
+
+    def cosines(self, most: int) -> dict[str, list[float]]:
+        """The cosines since the last call of `means` as a curve of at most this many points, by 'para sst'."""
+        names = sorted(name for name in self.figures if name.startswith("cosine "))
+        return {name.removeprefix("cosine "): thinned(self.figures[name], most) for name in names}
 
     def drop(self) -> None:
         """Forget the gradients of a step that is not completed."""
@@ -345,7 +384,7 @@ def weighted_sum(rows: list[Row], weights: Tensor, zeros: list[np.ndarray | None
 # --- flags ------------------------------------------------------------------------------------------------------------
 
 COMBINERS: dict[str, Callable[[argparse.Namespace], Method | None]] = {
-    "sum": lambda args: None,
+    "sum": lambda args: ObservedSum() if args.log_gradients else None,
     "pcgrad": lambda args: PCGrad(args.seed),
     "gradvac": lambda args: GradVac(args.seed, args.gradvac_beta),
     "cagrad": lambda args: CAGrad(args.cagrad_c),
@@ -367,6 +406,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     add = parser.section("steps: which tasks, and how their gradients are combined")
     add("--combiner", choices=sorted(COMBINERS), default="sum", needs=(TWO_TASKS, TWO_TASKS_PER_STEP, ENCODER_TRAINS),
         help="how the tasks' gradients for the encoder are combined")  # fmt: skip
+    add("--log_gradients", action=Switch,
+        needs=(chosen("--combiner", "sum"), TWO_TASKS, TWO_TASKS_PER_STEP, ENCODER_TRAINS),
+        help="sum: log the cosines between the tasks' gradients, as the other combiners always do")  # fmt: skip
     add("--gradvac_beta", type=number(float, 0, 1), default=0.01, needs=chosen("--combiner", "gradvac"),
         help="gradvac: weight of each step in the running cosines")  # fmt: skip
     add("--cagrad_c", type=number(float, 0, 10), default=0.4, needs=chosen("--combiner", "cagrad"),

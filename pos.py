@@ -201,22 +201,28 @@ class PosTagger:
 
     VERSION: ClassVar = 1  # of the cache files; raise it whenever their content changes
 
-    def __init__(self, perceptron: Perceptron, folder: Path):
-        self.perceptron, self.folder = perceptron, writable_directory(folder, "--pos_cache")
+    def __init__(self, perceptron: Perceptron, folder: Path | None):
+        """folder: of the cache; None stores nothing, for texts that are seen once."""
+        self.perceptron = perceptron
+        self.folder = None if folder is None else writable_directory(folder, "--pos_cache")
         self.words: dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}  # begins, ends, tags of a text's words
 
     def read(self, columns: Iterable[list[str]]) -> None:
         """Tag all texts of a data set, so that they can be aligned. A repeated text is tagged once."""
         texts = list(dict.fromkeys(itertools.chain.from_iterable(columns)))
+        words = tag_words(self.perceptron.tagger, texts) if self.folder is None else self._from_cache(texts)
+        edges = words.counts.cumsum()[:-1]
+        split = (np.split(part, edges) for part in (words.begins, words.ends, words.tags))
+        self.words = dict(zip(texts, zip(*split, strict=True), strict=True))
+
+    def _from_cache(self, texts: list[str]) -> Words:
         path = self.folder / f"{self._key(texts)}.npz"
         words = _read_words(path, len(texts))
         if words is None:
             words = tag_in_processes(self.perceptron.source, texts)
             with atomic_path(path) as temporary, temporary.open("wb") as file:
                 np.savez_compressed(file, **words._asdict())
-        edges = words.counts.cumsum()[:-1]
-        split = (np.split(part, edges) for part in (words.begins, words.ends, words.tags))
-        self.words = dict(zip(texts, zip(*split, strict=True), strict=True))
+        return words
 
     def _key(self, texts: list[str]) -> str:
         facts = [self.VERSION, version("nltk"), self.perceptron.fingerprint, texts]
@@ -348,10 +354,12 @@ def build_feature(args: argparse.Namespace, H: int) -> Feature:
     return FEATURES[args.feature](H, args.pos_dim)
 
 
-def build_tokenizer(args: argparse.Namespace, tokenizer: BertTokenizer) -> BertTokenizer:
-    """The tokenizer, with tags if the feature reads them."""
+def build_tokenizer(args: argparse.Namespace, tokenizer: BertTokenizer, *, cached: bool = True) -> BertTokenizer:
+    """The tokenizer, with tags if the feature reads them. cached: whether the tags of a data set are stored."""
     if not FEATURES[args.feature].needs_tags:
         return tokenizer
+    if not cached:
+        return TaggingTokenizer(tokenizer, PosTagger(find_perceptron(args.pos_tagger), None))
     caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(args.pos_cache or Path(caches) / "minbert" / "pos")
     return TaggingTokenizer(tokenizer, PosTagger(find_perceptron(args.pos_tagger), folder))

@@ -11,6 +11,10 @@ files into batches.
 Shapes:  B batch   R rows of one pass   T tokens   H hidden size   V word pieces   M masked tokens of a batch
 """
 
+import starting  # noqa: F401
+
+# isort: split
+
 import argparse
 import functools
 import itertools
@@ -20,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -42,6 +46,7 @@ from datasets import Source, check_rows_meet, endless_batches, epoch_generator
 from distributed import World, local_sentences
 from flags import ALWAYS, ArgumentParser, Need, Switch, check_stored, number, parse_spec
 from losses import at_least_float32, same_meaning, simcse_scores, without_excluded
+from observers import build_observer
 from runs import Run, shared_run
 from tasks import PARA, TASKS, Batch, Output, stack
 from tokenizer import BertTokenizer
@@ -91,6 +96,8 @@ class WordHead(nn.Module):
 
 class PretrainingBERT(nn.Module):
     """BERT with a head per objective; the heads `cls.*` have the names that transformers gives them."""
+
+    is_checkpoint: ClassVar[bool] = True  # other libraries may put a new head on the encoder (checkpoints.save_best)
 
     def __init__(self, bert: BertModel, objectives: Iterable[str], pooling: str = "mean", temperature: float = 0.05):
         super().__init__()
@@ -336,7 +343,8 @@ def build_model(args: argparse.Namespace, precision: Precision) -> PretrainingBE
 
 
 # Flags that may differ between the start of a run and --resume.
-MAY_DIFFER = {"runs", "epochs"} | shared_flags.OF_THE_MACHINE | shared_flags.OF_CHECKPOINTS
+MAY_DIFFER = {"runs", "epochs"} | shared_flags.OF_DISPLAY
+MAY_DIFFER |= shared_flags.OF_THE_MACHINE | shared_flags.OF_CHECKPOINTS
 
 
 def open_run(args: argparse.Namespace) -> Run:
@@ -431,11 +439,14 @@ def fit_model(
 
     trainer = build_trainer(args, model, precision, sum(steps_in(epoch) for epoch in range(1, args.epochs + 1)))
     model.world.seed_apart(args.seed)
-    return fit(
+    observer = build_observer(args, run, model.world)
+    best = fit(
         trainer, steps, evaluate, "held-out loss", args.epochs, run, better=operator.lt, steps_in=steps_in,
         patience=args.patience, save_minutes=None if args.dry_run else args.save_minutes, keep_state=args.keep_state,
-        resume=args.resume,
+        resume=args.resume, observer=observer,
     )  # fmt: skip
+    observer.end()
+    return best
 
 
 def describe(

@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import errno
 import fcntl
+import functools
 import json
 import os
 import platform
@@ -49,6 +50,7 @@ class Run:
         self.written = 0  # how many of them are in the file
         self.started = time.monotonic()
         self.seconds_before = 0.0  # spent before the run was resumed
+        self.seconds_aside = 0.0  # spent on other things than training, such as the run's page
         self.lock: int | None = None
         self.is_new = False
 
@@ -119,7 +121,7 @@ class Run:
             "command": sys.argv,
             "versions": {"python": platform.python_version(), "torch": str(torch.__version__)}  # with its build
             | {package: version(package) for package in PACKAGES},
-            "commit": _commit(),
+            "commit": commit(),
             "data_sha256": hashes,
         } | facts
         write_text(self.folder / "args.json", json.dumps(facts, indent=2) + "\n")
@@ -234,7 +236,7 @@ class Run:
     @property
     def seconds(self) -> float:
         """The time spent on this run, including that before it was resumed."""
-        return self.seconds_before + time.monotonic() - self.started
+        return self.seconds_before + time.monotonic() - self.started - self.seconds_aside
 
     def log(self, **event: Any) -> None:
         """Add a line to the log; it is in the file after `write_log`."""
@@ -256,7 +258,7 @@ class Run:
     def restore_log(self, lines: list[str], seconds: float) -> None:
         """Make the log file that of the state from which the run is resumed."""
         self.lines, self.written, self.seconds_before = list(lines), len(lines), seconds
-        self.started = time.monotonic()
+        self.started, self.seconds_aside = time.monotonic(), 0.0
         write_text(self.folder / "log.jsonl", "".join(lines))
 
     def command(self) -> str:
@@ -312,7 +314,8 @@ def _as_json(flags: dict[str, Any]) -> dict[str, Any]:
     return json.loads(json.dumps(flags, default=str))
 
 
-def _commit() -> str | None:
+@functools.cache
+def commit() -> str | None:
     """The project's commit, followed by + if the work tree differs from it; None outside git."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+", "--abbrev=12"]
     try:

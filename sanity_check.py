@@ -17,8 +17,9 @@ from torch import Tensor
 from base_bert import find_checkpoint
 from bert import BertModel
 from config import BertConfig
+from flags import ArgumentParser
 from tokenizer import BertTokenizer
-from utils import InputError
+from utils import InputError, run_script
 
 HERE = Path(__file__).parent
 REFERENCES = HERE / "tests" / "references"
@@ -95,5 +96,10 @@ def main() -> int:
     return 0
 
 
-if __name__ == "__main__":
+def script() -> None:
+    ArgumentParser("sanity_check.py", __doc__.splitlines()[0], "python sanity_check.py", usage="").parse(None)
     sys.exit(main())
+
+
+if __name__ == "__main__":
+    run_script(script)

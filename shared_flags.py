@@ -4,30 +4,46 @@ import argparse
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 from bert import ATTENTIONS
 from flags import ALWAYS, ENCODER_TRAINS, ArgumentParser, Need, Switch, number
+from submission import OPTIONS
 from tasks import BatchSize, Tokens
 from utils import InputError, Precision
 
 OF_THE_MACHINE = {"use_gpu", "precision", "deterministic"}  # flags that may change when a run is resumed
 OF_CHECKPOINTS = {"resume", "save_minutes", "keep_state"}  # these too
-FINE_TUNE_MODES = {"last-linear-layer": "pretrain", "full-model": "finetune"}  # later handouts' values, for --option
+OF_DISPLAY = {"report", "tensorboard"}  # and these
+FINE_TUNE_MODES = {later: option for option, later in OPTIONS.items()}
 
 
-def fine_tune_mode(name: str) -> str:
-    """An argparse type: the value of --option for a value of --fine-tune-mode."""
-    if name not in FINE_TUNE_MODES:
-        raise argparse.ArgumentTypeError(f"must be one of {', '.join(FINE_TUNE_MODES)}, found {name!r}")
-    return FINE_TUNE_MODES[name]
+class SetOption(argparse.Action):
+    """--option, or --fine-tune-mode: sets `option` to the earlier name, and `fine_tune_mode` to the later if given."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, value: Any, option_string: str = "") -> None:
+        namespace.option = FINE_TUNE_MODES.get(value, value)
+        namespace.fine_tune_mode = value if value in FINE_TUNE_MODES else None
 
 
 def add_option(parser: ArgumentParser) -> None:
+    """The last of both flags counts. Part 1 names its prediction files as that flag does."""
     add = parser.section("most used")
-    add("--option", choices=("pretrain", "finetune"), default="pretrain", needs=ALWAYS,
+    add("--option", action=SetOption, choices=tuple(FINE_TUNE_MODES.values()), default="pretrain", needs=ALWAYS,
         help="pretrain freezes BERT, finetune trains all of it")  # fmt: skip
-    add("--fine-tune-mode", "--fine_tune_mode", dest="option", type=fine_tune_mode, default=argparse.SUPPRESS,
-        needs=ALWAYS, metavar="MODE", help=f"--option by its later name: {', '.join(FINE_TUNE_MODES)}")  # fmt: skip
+    add("--fine-tune-mode", "--fine_tune_mode", dest="option", action=SetOption, choices=tuple(FINE_TUNE_MODES),
+        default=argparse.SUPPRESS, needs=ALWAYS, help="--option by its later name")  # fmt: skip
+    parser.set_defaults(fine_tune_mode=None)
+
+
+def with_option(given: dict[str, Any]) -> dict[str, Any]:
+    """Any flags with --option filled in from the later starter's fine_tune_mode."""
+    mode = given.get("fine_tune_mode")
+    if mode is None or "option" in given:
+        return given
+    if mode not in FINE_TUNE_MODES:
+        raise InputError(f"fine_tune_mode must be one of {', '.join(FINE_TUNE_MODES)}; found {mode!r}. Choose one.")
+    return given | {"option": FINE_TUNE_MODES[mode]}
 
 
 def add_most_used(parser: ArgumentParser, epochs: int) -> None:
@@ -88,6 +104,11 @@ def add_checkpoints(parser: ArgumentParser) -> None:
         help="save the state for --resume every X minutes, and after every epoch")  # fmt: skip
     add("--keep_state", action=Switch, needs=ALWAYS,
         help="keep the state of a finished run, so that --resume --epochs N can extend it")  # fmt: skip
+    add("--report", action=Switch, default=os.environ.get("MINBERT_REPORT", "1") != "0", needs=ALWAYS,
+        help="write the run's report.html after every epoch (default: yes, unless the environment has "
+        "MINBERT_REPORT=0)")  # fmt: skip
+    add("--tensorboard", action=Switch, needs=ALWAYS,
+        help="write event files for TensorBoard to the run's directory tensorboard")  # fmt: skip
 
 
 def add_long_training(parser: ArgumentParser) -> None:
@@ -113,6 +134,11 @@ def add_files(parser: ArgumentParser, max_length: int) -> None:
         help="truncate longer texts to N tokens, at most what the checkpoint supports")  # fmt: skip
     add("--strict_data", action=Switch, needs=ALWAYS, help="stop at a row that cannot be used instead of skipping it")
     add("--runs", type=Path, default=Path("runs"), needs=ALWAYS, help="directory for runs: log, weights, state")
+
+
+def add_max_train(parser: ArgumentParser) -> None:
+    parser.section("files")("--max_train", type=number(int, 2, 10**9), needs=ALWAYS, metavar="N",
+        help="train on at most N random rows per task, the same ones for the same seed")  # fmt: skip
 
 
 def add_predictions(parser: ArgumentParser) -> None:

@@ -263,6 +263,8 @@ def _copy_database(path: Path, copy: Path) -> None:
         entries = list(database.execute("SELECT type, name FROM sqlite_master"))
         if {kind for kind, _ in entries} - {"table", "index"}:
             raise sqlite3.DatabaseError("it has views or triggers")
+        if not all(isinstance(name, str) for _, name in entries):
+            raise sqlite3.DatabaseError("the name of a table is not text")
         for check in ("quick_check", "integrity_check"):  # the second may stop at what the first would have named
             if database.execute(f"PRAGMA {check}").fetchone() != ("ok",):
                 raise _DamagedError

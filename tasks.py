@@ -18,7 +18,7 @@ from typing import ClassVar, NamedTuple, Self
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 # --- batches and outputs ----------------------------------------------------------------------------------------------
 
@@ -157,11 +157,15 @@ class Target:
     """What a task predicts: the meaning of its logits and labels. There is one subclass for each kind of target."""
 
     noun: ClassVar[str]  # for messages: "a task that predicts a category"
+    problem_type: ClassVar[str]  # in transformers: it decides what a pipeline does with the logits
+    activation: ClassVar[type[nn.Module]] = nn.Identity  # from logits to what sentence-transformers returns
+    formula: ClassVar[str] = "logits"  # from logits to probabilities, or to the number, in a model card's code
     default_loss: ClassVar[str]
     default_head: ClassVar[str] = "linear"
     uncertainty_factor: ClassVar[float] = 1.0  # of the loss under uncertainty weighting (losses.Uncertainty)
     range: float = 1.0  # of the predictions
     num_logits: int = 1  # C
+    num_classes: int = 0  # classes that a prediction can name; 0 if it is a number
 
     def parse_label(self, text: str) -> int | float:
         """Read a label; raise ValueError, stating the rule, if it is invalid."""
@@ -179,6 +183,20 @@ class Target:
         """Compare predictions with labels, (rows,) each; higher is better."""
         return accuracy(predictions, labels)
 
+    def hits(self, predictions: np.ndarray, labels: np.ndarray) -> np.ndarray | None:
+        """Which rows are predicted correctly, (rows,); None if a prediction is not simply right or wrong."""
+        return predictions == labels
+
+    def mistakes(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """How wrong each prediction is: the probability of a class that is not the label's, 0 if it is: (rows,)."""
+        probability, found = self.log_probabilities(logits.double()).exp().max(dim=-1)
+        return probability * (found != labels)
+
+    def label_counts(self, labels: np.ndarray) -> dict[str, int]:
+        """How many labels each class has, by the class's number; for numbers, each part of their range."""
+        counts = np.bincount(labels.astype(np.int64), minlength=self.num_classes)
+        return {str(label): int(count) for label, count in enumerate(counts)}
+
     def share_of_overall(self, score: float) -> float:
         """The score as it enters the mean over tasks that the 2024 leaderboard ranks by."""
         return score
@@ -186,6 +204,29 @@ class Target:
     def loss_of_guessing(self) -> float | None:
         """The default loss of a model that finds everything equally likely; None if there is no such thing."""
         return None
+
+    # Predictions for people and files
+
+    def plain(self, value: float) -> int | float:
+        """A prediction as it is written to a file: a class is a whole number."""
+        return int(value)
+
+    @property
+    def probability_names(self) -> tuple[str, ...]:
+        """A name for each of the `probabilities`."""
+        return ()
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """The probabilities that are reported with a prediction, (B, C) -> (B, P); a number has none, P = 0."""
+        return logits[:, : len(self.probability_names)]
+
+    def in_words(self, value: float, names: tuple[str, ...]) -> str:
+        """A prediction in words. names: those of the classes."""
+        return names[int(value)]
+
+    def fractions(self, logits: Tensor) -> Tensor:
+        """The lengths of bars: each class's probability, or where a number lies in its range; (B, C) -> (B, G)."""
+        return self.log_probabilities(logits).exp()
 
     # Distributions
 
@@ -260,7 +301,13 @@ class Category(Target):
 
     num_logits: int
     noun: ClassVar = "category"
+    problem_type: ClassVar = "single_label_classification"
+    formula: ClassVar = "logits.softmax(dim=1)"
     default_loss: ClassVar = "ce"
+
+    @property
+    def num_classes(self) -> int:
+        return self.num_logits
 
     def parse_label(self, text: str) -> int:
         return whole_number(text, 0, self.num_logits - 1)
@@ -270,6 +317,13 @@ class Category(Target):
 
     def loss_of_guessing(self) -> float:
         return math.log(self.num_logits)
+
+    @property
+    def probability_names(self) -> tuple[str, ...]:
+        return tuple(f"p_{c}" for c in range(self.num_logits))
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        return logits.softmax(dim=1)
 
     def log_probabilities(self, logits: Tensor) -> Tensor:
         return logits.log_softmax(dim=-1)
@@ -288,7 +342,11 @@ class Probability(Target):
     """Whether something holds: one logit, whose sigmoid is the probability. Labels 0 and 1; score: accuracy."""
 
     noun: ClassVar = "probability"
+    problem_type: ClassVar = "multi_label_classification"  # a sigmoid for each logit
+    activation: ClassVar = nn.Sigmoid
+    formula: ClassVar = "logits.sigmoid()"
     default_loss: ClassVar = "bce"
+    num_classes: ClassVar[int] = 2
     # A cosine c starts as the logit 10 (c - 0.75): BERT's cosines are nearly all positive, so the threshold must be
     # high (docs/PITFALLS.md, 27).
     cosine_scale: ClassVar[tuple[float, float]] = (10.0, -7.5)
@@ -301,6 +359,13 @@ class Probability(Target):
 
     def loss_of_guessing(self) -> float:
         return math.log(2)
+
+    @property
+    def probability_names(self) -> tuple[str, ...]:
+        return ("p",)
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        return logits.sigmoid()
 
     def log_probabilities(self, logits: Tensor) -> Tensor:
         """(..., 1) -> (..., 2). A single logit is never passed through a softmax, which would give the constant 1."""
@@ -325,6 +390,7 @@ class Number(Target):
     low: float
     high: float
     noun: ClassVar = "number"
+    problem_type: ClassVar = "regression"
     default_loss: ClassVar = "mse"
     uncertainty_factor: ClassVar = 0.5
 
@@ -352,6 +418,27 @@ class Number(Target):
 
     def score(self, predictions: np.ndarray, labels: np.ndarray) -> float:
         return pearson(predictions, labels)
+
+    def hits(self, predictions: np.ndarray, labels: np.ndarray) -> None:
+        return None
+
+    def mistakes(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """How far each prediction is from its label: (rows,)."""
+        return (logits.double().flatten() - labels).abs()
+
+    def plain(self, value: float) -> float:
+        return round(float(value), 6)
+
+    def in_words(self, value: float, names: tuple[str, ...]) -> str:
+        return f"{value:.2f} on a scale from {self.low:g} to {self.high:g}"
+
+    def fractions(self, logits: Tensor) -> Tensor:
+        return self.fraction(logits).clamp(0, 1)
+
+    def label_counts(self, labels: np.ndarray) -> dict[str, int]:
+        counts, edges = np.histogram(labels, bins=5, range=(self.low, self.high))
+        names = (f"{low:g}-{high:g}" for low, high in itertools.pairwise(edges))
+        return dict(zip(names, counts.tolist(), strict=True))
 
     def share_of_overall(self, score: float) -> float:
         return (score + 1) / 2  # a correlation lies between -1 and 1
@@ -431,6 +518,18 @@ class Task:
     label_column: str
     predicts: Target
     csv_header: str  # first line of a prediction file, literally the handout's
+    class_names: tuple[str, ...] = ()  # what the classes mean, for people; see `names`
+    about: str = ""  # what the task is and where its data comes from, for a model card
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """A name for each class that a prediction can be; empty if predictions are numbers."""
+        return self.class_names or tuple(f"class {c}" for c in range(self.predicts.num_classes))
+
+    @property
+    def output_names(self) -> tuple[str, ...]:
+        """A name for each logit: the class that it speaks for, or the label's."""
+        return self.names[-self.predicts.num_logits :] or (self.label_column,)
 
     @property
     def is_pair(self) -> bool:
@@ -450,6 +549,8 @@ SST = Task(
     label_column="sentiment",
     predicts=Category(5),
     csv_header="id \t Predicted_Sentiment \n",
+    class_names=("negative", "somewhat negative", "neutral", "somewhat positive", "positive"),
+    about="the sentiment of a phrase or sentence from an English movie review, as in the Stanford Sentiment Treebank",
 )
 CFIMDB = Task(
     name="cfimdb",
@@ -458,6 +559,8 @@ CFIMDB = Task(
     label_column="sentiment",
     predicts=Category(2),
     csv_header="id \t Predicted_Sentiment \n",
+    class_names=("negative", "positive"),
+    about="the sentiment of a whole English movie review, as in CFIMDB, whose reviews take sides clearly",
 )
 PARA = Task(
     name="para",
@@ -466,6 +569,8 @@ PARA = Task(
     label_column="is_duplicate",
     predicts=Probability(),
     csv_header="id \t Predicted_Is_Paraphrase \n",
+    class_names=("not a paraphrase", "paraphrase"),
+    about="whether two questions of English Quora users ask the same thing, as in the Quora Question Pairs",
 )
 STS = Task(
     name="sts",
@@ -474,5 +579,6 @@ STS = Task(
     label_column="similarity",
     predicts=Number(0, 5),
     csv_header="id \t Predicted_Similiary \n",  # the starter's spelling; the leaderboard expects it
+    about="how similar two English sentences are in meaning, as in the STS Benchmark of news, captions and forums",
 )
 TASKS = {task.name: task for task in (SST, CFIMDB, PARA, STS)}

@@ -134,6 +134,14 @@ class BertTokenizer:
         except (ValueError, OSError) as error:
             raise InputError(f"{folder}: its tokenizer files are damaged ({error}). Copy them again.") from error
 
+    def count_tokens(self, sentences: list[str]) -> list[int]:
+        """The number of tokens of each sentence with [CLS] and [SEP], were it not truncated."""
+        self.rust.no_truncation()
+        try:
+            return [len(encoded) for encoded in self.rust.encode_batch_fast(sentences)]
+        finally:
+            self.rust.enable_truncation(self.max_length, strategy="longest_first")
+
     def encode_all(self, sentences: list[str], pairs: list[str] | None = None) -> list[tokenizers.Encoding]:
         """One unpadded Encoding per sentence or pair: `.ids`, `.type_ids`, and `.overflowing` if it was truncated."""
         return self.rust.encode_batch(sentences if pairs is None else list(zip(sentences, pairs, strict=True)))

@@ -28,9 +28,26 @@ from optimizer import NoAverage
 from pcgrad import GradientCombiner
 from smart import Regularizer
 from tasks import Batch, Output, Target
-from utils import InputError, Precision, SideStream, out_of_memory, random_states, restore_random_states, warn
+from utils import (
+    InputError,
+    Precision,
+    SideStream,
+    out_of_memory,
+    random_states,
+    restore_random_states,
+    thinned,
+    warn,
+)
 
 Step = Sequence[Sequence[Batch]]  # one update: one or more draws, each with a batch of one or more tasks
+
+
+class Point(NamedTuple):
+    """A point of the curve of an epoch."""
+
+    step: int
+    rates: tuple[float, float]  # the lowest and the highest learning rate of a parameter
+    losses: dict[str, float]  # mean since the point before, by task
 
 
 @dataclass
@@ -43,6 +60,7 @@ class EpochRecord:
     values: dict[str, list[Tensor]] = field(default_factory=dict)  # decoded predictions, by task
     labels: dict[str, list[Tensor]] = field(default_factory=dict)
     checked: int = 0
+    curve: list["Point"] = field(default_factory=list)  # every few steps
 
     def add(self, batch: Batch, step: int, loss: Tensor, penalty: Tensor, logits: Tensor) -> None:
         self.losses.append((batch.task, step, (loss + penalty).detach()))
@@ -69,6 +87,21 @@ class EpochRecord:
             by_task.setdefault(task, []).append(value)
         return by_task
 
+    def mark(self, step: int, rates: tuple[float, float], losses: Mapping[str, list[float]]) -> None:
+        """Add a point to the curve. rates: the lowest and the highest learning rate; losses: since the last point."""
+        means = {task: sum(of_task) / len(of_task) for task, of_task in losses.items()}
+        self.curve.append(Point(step, rates, means))
+
+    def curves(self, most: int) -> dict[str, Any]:
+        """The curve in columns of at most this many numbers: step, lowest and highest rate, losses by task."""
+        tasks = dict.fromkeys(task for point in self.curve for task in point.losses)
+        rates = ([point.rates[i] for point in self.curve] for i in (0, 1))
+        return {
+            "step": [point.step for point in self.curve][:: -(-len(self.curve) // most) or 1],
+            "rates": [thinned(column, most) for column in rates],
+            "losses": {task: thinned([point.losses.get(task) for point in self.curve], most) for task in tasks},
+        }
+
     def mean_losses(self) -> dict[str, float]:
         """The mean loss of every task, including what the regularizer added."""
         self.check()
@@ -91,6 +124,7 @@ class EpochRecord:
             "penalties": {task: torch.stack(tensors).cpu() for task, tensors in self.penalties.items()},
             "values": joined(self.values),
             "labels": joined(self.labels),
+            "curve": [tuple(point) for point in self.curve],
         }
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
@@ -101,6 +135,7 @@ class EpochRecord:
         self.values = {task: [tensor.to(device)] for task, tensor in state["values"].items()}
         self.labels = {task: [tensor.to(device)] for task, tensor in state["labels"].items()}
         self.checked = state["checked"]
+        self.curve = [Point(step, tuple(rates), losses) for step, rates, losses in state.get("curve", ())]
 
     def scores(self) -> dict[str, float]:
         """Scores on the training rows as they were seen, with dropout: no second pass over the training set."""
@@ -270,6 +305,12 @@ class Trainer:
         return bool(steps)
 
     # State
+
+    @property
+    def rates(self) -> tuple[float, float]:
+        """The lowest and the highest learning rate of a parameter at the next step."""
+        rates = [float(group["lr"]) for group in self.optimizer.param_groups]
+        return min(rates), max(rates)
 
     def is_finite(self) -> bool:
         """Whether all weights are finite."""

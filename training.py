@@ -15,6 +15,8 @@ smart.py (regularizers), pcgrad.py (gradient combination), optimizer.py, checkpo
 processes), and multitask_classifier.py, which puts them together.
 """
 
+import contextlib
+import functools
 import itertools
 import json
 import operator
@@ -23,7 +25,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -46,11 +48,12 @@ from console import progress_line
 from interruption import Stopped, deferred, requested, stop
 from memory import peak_memory, reset_peak
 from runs import Run
-from trainer import EpochRecord, Step, Trainer, mean
-from utils import InputError, random_states, remove, require_space, restore_random_states, warn, write_text
+from trainer import EpochRecord, Point, Step, Trainer
+from utils import InputError, in_words, random_states, remove, require_space, restore_random_states, warn, write_text
 from watch import Watch
 
 CHECK_EVERY = 20  # steps between checks of the losses: each check waits once for the GPU
+CURVE_POINTS = 200  # of an epoch, at most, in the log
 LINE_SECONDS = 60.0  # between lines of progress where there is no bar
 Item = TypeVar("Item")
 
@@ -87,6 +90,56 @@ class Progress:
     ended: bool = False  # whether they were the last ones, and only the evaluation is left
 
 
+class Observer:
+    """Is told how a training proceeds. This one does nothing; observers.py has others. step: updates made so far."""
+
+    what: ClassVar[str] = "an observer"  # for the note if it fails
+    remedy: ClassVar[str] = ""
+
+    def start(self, step: int) -> None:
+        """The training starts, or goes on."""
+
+    def point(self, step: int, point: Point) -> None:
+        """Losses and rates, every few steps."""
+
+    def epoch(self, step: int, line: Mapping[str, Any]) -> None:
+        """An epoch was evaluated and logged; line: of the log."""
+
+    def end(self) -> None:
+        """The model is trained, and its predictions are written."""
+
+
+class Observers(Observer):
+    """Several observers. One that fails is left out with a note: a training is worth more than a picture of it."""
+
+    def __init__(self, members: Iterable[Observer] = ()):
+        self.members = list(members)
+
+    def start(self, step: int) -> None:
+        self._tell("start", step)
+
+    def point(self, step: int, point: Point) -> None:
+        self._tell("point", step, point)
+
+    def epoch(self, step: int, line: Mapping[str, Any]) -> None:
+        self._tell("epoch", step, line)
+
+    def end(self) -> None:
+        self._tell("end")
+
+    def _tell(self, what: str, *news: Any) -> None:
+        for member in list(self.members):
+            try:
+                getattr(member, what)(*news)
+            except Exception as error:
+                self.members.remove(member)
+                reason = f"{type(error).__name__}: {error}"[:300]
+                warn(f"{member.what} failed and is left out ({reason}). The training goes on. {member.remedy}")
+
+
+NOBODY = Observer()
+
+
 @dataclass
 class Loop:
     """A training: its progress, and all that `fit` was called with."""
@@ -104,12 +157,15 @@ class Loop:
     on_epoch: Callable[[int, dict[str, float]], None] = lambda epoch, scores: None
     watch: Watch | None = None
     dev_values: Callable[[], Mapping[str, np.ndarray]] = dict
+    observer: Observer = field(default_factory=Observer)
     progress: Progress = field(default_factory=Progress)
 
     def __post_init__(self) -> None:
         self.record = EpochRecord(self.trainer.targets)
         self.world = self.trainer.world
         self.saved = self.printed = time.monotonic()
+        self.steps_in = functools.cache(self.steps_in)  # counting the steps can take a moment
+        self.pace = Pace(self.steps_in, self.epochs)
 
     def place(self) -> str:
         """How far the run is, in words."""
@@ -119,8 +175,13 @@ class Loop:
         total = self.steps_in(epoch)
         return f"epoch {epoch} of {self.epochs}, step {self.progress.step}" + (f" of {total}" if total else "")
 
+    def updates(self) -> int:
+        """The number of updates made so far, in all epochs."""
+        return sum(self.steps_in(epoch) for epoch in range(1, self.progress.epoch + 1)) + self.progress.step
+
     def train(self) -> None:
         """Run the epochs that are left."""
+        self.observer.start(self.updates())
         try:
             for epoch in range(self.progress.epoch + 1, self.epochs + 1):
                 if self.patience and self.progress.epoch - self.progress.best_epoch >= self.patience:
@@ -135,6 +196,9 @@ class Loop:
                     line = self.complete_epoch(epoch, scores, peak)
                 used = f" | {peak / 1e9:.1f} GB" if peak is not None else ""
                 print(f"{line} | {time.monotonic() - started:.0f} s{used}", flush=True)
+                ended = time.monotonic()
+                self.observer.epoch(self.updates(), json.loads(self.run.lines[-1]))
+                self.run.seconds_aside += time.monotonic() - ended
                 self.on_epoch(epoch, scores)
         except Stopped as stopped:
             self.keep(stopped)
@@ -145,19 +209,20 @@ class Loop:
         trainer, progress, total = self.trainer, self.progress, self.steps_in(epoch)
         trainer.model.train()
         left = itertools.islice(self.steps(epoch), progress.step, None)
-        label = f"epoch {epoch}/{self.epochs}"
-        with tqdm(total=total or None, initial=progress.step, desc=label, leave=False, disable=None) as bar:
+        with self.progress_bar(epoch, total) as bar, self.pace.training(progress):
             for step in ahead(left, trainer.precision.device):
                 with deferred():
                     trainer.update(step, self.record, progress.step + 1)
                     progress.step += 1
-                    if progress.step % CHECK_EVERY == 0:
+                    if progress.step % CHECK_EVERY == 0 or self.updates() == 1:  # so that a loss is shown at once
                         self.look_at_losses()
                     is_stopped, is_due = self.world.any(requested(), self.save_is_due())
                     if is_due:
                         self.save()
                 if is_stopped:
                     stop()
+                if not bar.disable:
+                    bar.set_postfix_str(" | ".join(self.figures()), refresh=False)
                 bar.update()
                 self.print_now_and_then(total)
         with deferred():
@@ -174,7 +239,7 @@ class Loop:
         self.world.broadcast_tensors(p.data for p in trainer.model.parameters())  # rounding may differ between GPUs
         random = random_states(trainer.precision.device)
         try:
-            with trainer.averager.applied(trainer.model):
+            with trainer.averager.applied(trainer.model), self.pace.evaluating():
                 return self.evaluate()
         except Stopped:  # wherever it was: what is saved now must be as before the evaluation
             trainer.averager.take_back()
@@ -199,7 +264,8 @@ class Loop:
         in_parts = {"parts": dict(trainer.parts)} if trainer.parts else {}
         run.log(
             epoch=epoch, losses=losses, penalties=self.record.mean_penalties(), train=self.record.scores(),
-            scores=scores, best=is_best, gradients=trainer.combiner.means(), memory=peak, **in_parts,
+            scores=scores, best=is_best, curve=self.record.curves(CURVE_POINTS),
+            cosines=trainer.combiner.cosines(CURVE_POINTS), gradients=trainer.combiner.means(), memory=peak, **in_parts,
         )  # fmt: skip
         self.record = EpochRecord(trainer.targets)
         if self.save_seconds is not None:
@@ -219,6 +285,9 @@ class Loop:
     def look_at_losses(self) -> None:
         """Refuse losses that are not finite, and say so if they explode."""
         losses = self.record.check()
+        if losses:
+            self.record.mark(self.progress.step, self.trainer.rates, losses)
+            self.observer.point(self.updates(), self.record.curve[-1])
         if self.watch is not None:
             say(self.watch.step(losses))
 
@@ -281,11 +350,53 @@ class Loop:
         now = time.monotonic()
         if now - self.printed < LINE_SECONDS:
             return
-        self.printed, recent = now, {}
-        for task, _, loss in self.record.losses[-CHECK_EVERY:]:
-            recent.setdefault(task, []).append(loss)
-        losses = (f"{task} loss {mean(values):.3f}" for task, values in sorted(recent.items()))
-        progress_line(" | ".join([self.place(), *losses, f"{self.run.seconds / 60:.0f} min"]))
+        self.printed = now
+        progress_line(" | ".join([self.place(), f"{self.run.seconds / 60:.0f} min", *self.figures()]))
+
+    def progress_bar(self, epoch: int, total: int) -> tqdm:
+        """A bar for the epoch; behind it the figures of the whole run."""
+        form = "{desc} {percentage:3.0f}%|{bar:8}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]{postfix}"
+        return tqdm(
+            total=total or None, initial=self.progress.step, desc=f"epoch {epoch}/{self.epochs}", leave=False,
+            disable=None, dynamic_ncols=True, bar_format=form if total else None,
+        )  # fmt: skip
+
+    def figures(self) -> list[str]:
+        """The time that the run still takes, the peak memory of the epoch, and the latest losses."""
+        left, peak = self.pace.seconds_left(self.progress), peak_memory(self.trainer.precision.device)
+        losses = sorted(self.record.curve[-1].losses.items()) if self.record.curve else []
+        parts = [f"{in_words(left)} left"] if left is not None else []
+        parts += [f"{peak / 1e9:.1f} GB"] if peak is not None else []
+        return parts + ([" ".join(["loss", *(f"{task} {loss:.3f}" for task, loss in losses)])] if losses else [])
+
+
+class Pace:
+    """Estimates how long a run still takes, from the steps and the evaluation that it has timed so far."""
+
+    def __init__(self, steps_in: Callable[[int], int], epochs: int):
+        self.steps_in, self.epochs = steps_in, epochs
+        self.started, self.before = time.monotonic(), 0  # of the epoch: the time, and the steps made before it
+        self.evaluation = 0.0  # seconds of the last one; 0 until there was one
+
+    @contextlib.contextmanager
+    def training(self, progress: Progress) -> Iterator[None]:
+        self.started, self.before = time.monotonic(), progress.step
+        yield
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        started = time.monotonic()
+        yield
+        self.evaluation = time.monotonic() - started
+
+    def seconds_left(self, progress: Progress) -> float | None:
+        """Of all epochs, as if none ends the run early; None if nothing was timed yet, or lengths are unknown."""
+        made = progress.step - self.before
+        steps = [self.steps_in(epoch) for epoch in range(progress.epoch + 1, self.epochs + 1)]
+        if made < 1 or not all(steps):
+            return None
+        per_step = (time.monotonic() - self.started) / made
+        return (sum(steps) - progress.step) * per_step + len(steps) * self.evaluation
 
 
 def say(notes: Iterable[str]) -> None:
@@ -315,6 +426,7 @@ def fit(
     on_epoch: Callable[[int, dict[str, float]], None] = lambda epoch, scores: None,
     watch: Watch | None = None,
     dev_values: Callable[[], Mapping[str, np.ndarray]] = dict,
+    observer: Observer = NOBODY,
 ) -> dict[str, float]:
     """Train, evaluate after every epoch, and leave the model with the weights of the best epoch. Return its scores.
 
@@ -324,12 +436,13 @@ def fit(
     never. save_minutes: write state.pt this often and after every epoch, so that `resume` can continue from it; None
     means never. keep_state: leave the state of a finished run where it is, so that it can be extended. on_epoch: called
     after an epoch has been evaluated and logged; an exception that it raises ends the training. watch: writes notes if
-    training goes wrong. dev_values: returns the predictions of the last evaluation, for these notes.
+    training goes wrong. dev_values: returns the predictions of the last evaluation, for these notes. observer: is
+    told about every few steps and every epoch.
     """
     save_seconds = None if save_minutes is None else 60 * save_minutes
     loop = Loop(
         trainer, steps, evaluate, select, epochs, run, better, steps_in, patience, save_seconds, on_epoch, watch,
-        dev_values,
+        dev_values, observer,
     )  # fmt: skip
     world = trainer.world
     if resume and loop.restore():

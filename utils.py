@@ -18,7 +18,7 @@ import tempfile
 import warnings
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, ClassVar
 
@@ -46,14 +46,22 @@ LONGEST_MESSAGE = 1000  # characters; what is found in a damaged file can have a
 class InputError(ValueError):
     """A mistake that the user can fix; one line: what, rule, found, remedy. Scripts print it and exit with status 2.
 
-    What was found may come from a damaged file: line ends and control characters are escaped, so that the message stays
-    one line and cannot drive the terminal, and a message that is too long loses its middle.
+    What was found may come from a damaged file: the message is made printable, and if it is too long, it
+    loses its middle.
     """
 
     def __init__(self, message: object):
-        text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(message))
+        text = printable(str(message))
         half = LONGEST_MESSAGE // 2 - 5
         super().__init__(text if len(text) <= LONGEST_MESSAGE else f"{text[:half]} [...] {text[-half:]}")
+
+
+JOINERS = "\u200c\u200d"  # invisible, but part of some scripts' words and of some emoji
+
+
+def printable(text: str) -> str:
+    """The text with line ends and control characters escaped, so that it is one line and cannot drive a terminal."""
+    return "".join(c if c.isprintable() or c in JOINERS else c.encode("unicode_escape").decode() for c in text)
 
 
 def warn(message: str) -> None:
@@ -521,6 +529,21 @@ def require_space(path: Path, size: int, what: str, flag: str) -> None:
             f"{flag} {path}: {what} {megabytes(size)}, but the disk has {megabytes(free)} free. Free some space, "
             f"or choose another {flag}."
         )
+
+
+def in_words(seconds: float) -> str:
+    """A duration, roughly: 40 s, 12 min, 3 h 20 min."""
+    minutes = round(seconds / 60)
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def thinned(values: Sequence[float | None], most: int) -> list[float | None]:
+    """A curve with at most this many points: the means of equal parts of the values; None where a part has none."""
+    size = -(-len(values) // most) or 1
+    parts = ([v for v in values[i : i + size] if v is not None] for i in range(0, len(values), size))
+    return [sum(part) / len(part) if part else None for part in parts]
 
 
 def get_extended_attention_mask(attention_mask: Tensor, dtype: torch.dtype) -> Tensor:

@@ -30,12 +30,21 @@ COURSE_FILES = [
 
 
 def pytest_configure() -> None:
+    os.environ.setdefault("MINBERT_REPORT", "0")  # of the hundreds of trainings here, only those of test_report.py
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # a shell's background jobs ignore Ctrl-C
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     if "PYTEST_XDIST_WORKER" in os.environ:  # two processes test at the same time, and start others
         os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(min(2, torch.get_num_threads()) if os.environ.get("OMP_NUM_THREADS") != "1" else 1)
+
+
+# Files whose tests wait for other processes. They come first, so that neither of the two test processes ends with them.
+LONG = ("test_workers.py", "test_survival.py", "test_distributed.py", "test_report.py", "test_notebook.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
 
 
 @pytest.fixture(scope="session")
@@ -85,6 +94,12 @@ def write_task_files(folder: Path, rows: int = 8) -> None:
             if split == "test-student":
                 lines = [line.rpartition("\t")[0] for line in lines]
             (folder / f"{stem}-{split}.csv").write_text("\n".join(lines) + "\n")
+
+
+def short_training(checkpoint: Path, folder: Path, name: str) -> list[object]:
+    """The flags of one epoch on the small files in folder/data; everything is written to the folder."""
+    places = ["--data", folder / "data", "--runs", folder / "runs", "--predictions", folder / "predictions"]
+    return ["--model", checkpoint, *places, "--name", name, "--option", "finetune", "--epochs", 1, "--lr", 1e-2]
 
 
 def nli_line(votes: list[str], gold: str, first: str = "Two dogs run.", second: str = "Animals move.") -> str:

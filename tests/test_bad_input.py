@@ -486,7 +486,7 @@ def test_what_is_wrong_with_a_flag_is_one_line_that_names_the_help(classify: Cla
         (["--learning_rate", "3"], ["unknown flag --learning_rate.", "See classifier.py --help."]),
         (["@nowhere.txt"], ["@nowhere.txt: no such recipe.", "recipes/README.md lists them all."]),
         (["--option", "freeze"], ["--option must be one of pretrain, finetune; found 'freeze'."]),
-        (["--fine-tune-mode", "half"], ["must be one of last-linear-layer, full-model, found 'half'"]),
+        (["--fine-tune-mode", "half"], ["must be one of last-linear-layer, full-model; found 'half'"]),
         (["--tasks", "sts"], ["--tasks must be one of cfimdb, sst; found 'sts'. Did you mean sst?"]),
         (["--precision", "fp8"], ["--precision must be one of bf16, fp16, fp32; found 'fp8'."]),
         (["--name"], ["--name: expected one argument"]),
@@ -548,6 +548,9 @@ ODDITIES: dict[str, Callable[[str], str]] = {
     "a file separator U+001C": with_sentence("\x1c"),
     "a vertical tab": with_sentence("\v"),
     "an emoji": with_sentence("\N{GRINNING FACE}"),
+    "HTML": with_sentence("<br /><b class=x>&amp;</b>"),
+    "right-to-left text": with_sentence("\u202e\u05e9\u05dc\u05d5\u05dd\u202c \u0645\u0631\u062d\u0628\u0627"),
+    "control characters": with_sentence("\x1b[31m\x07\x08\x7f"),
     "a quotation mark within the sentence": with_sentence('"'),
     "a quoted sentence with a newline": quoted,
     "ids in capitals with spaces": lambda content: re.sub(
@@ -563,6 +566,14 @@ def test_an_oddity_keeps_every_row(case: str, classify: Classify, task_files: Pa
         assert content != path.read_text()
         path.write_bytes(content.encode())
     assert_all_rows_used(classify(), tmp_path)
+
+
+def test_control_characters_of_a_data_file_are_escaped_in_messages(classify: Classify, task_files: Path):
+    path = task_files / "ids-sst-dev.csv"
+    path.write_text(path.read_text().replace("\t3\n", "\t\x1b[31m\u202e3\n"))
+    error = the_error(classify())
+    assert r"sentiment must be a whole number from 0 to 4, found '\x1b[31m\u202e3'" in error
+    assert error.isprintable()
 
 
 def test_a_byte_order_mark_does_not_hide_the_first_column(classify: Classify, task_files: Path, tmp_path: Path):

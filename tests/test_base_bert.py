@@ -452,6 +452,7 @@ def hub_server(tiny_checkpoint: Path):
         server.shutdown()
 
 
+@pytest.mark.slow
 def test_a_busy_hub_is_asked_again_and_its_files_serve_without_it_later(hub_server: str, tiny_checkpoint, tmp_path):
     online, _ = find_in_subprocess("someone/some-bert", HF_HOME=str(tmp_path), HF_ENDPOINT=hub_server)
     for file in ("config.json", "model.safetensors", "vocab.txt"):

@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import math
+import shutil
 import subprocess
 import sys
 import warnings
@@ -31,6 +32,7 @@ from datasets import Examples, Split
 from distributed import World
 from evaluation import predict, score, with_stored_vectors, write_predictions
 from losses import cross_entropy
+from manifest import read_manifest
 from runs import Run
 from tasks import CFIMDB, PARA, SST, STS, Batch, Output, Predictions, Task
 from tokenizer import BertTokenizer
@@ -56,7 +58,7 @@ class Finished:
     encoded: list[tuple[int, bool]]  # rows and training mode of every call of BERT
 
     def predictions(self) -> dict[str, str]:
-        return {path.name: path.read_bytes().decode() for path in (self.folder / "predictions").iterdir()}
+        return {path.name: path.read_bytes().decode() for path in (self.folder / "predictions").glob("*.csv")}
 
     def weights(self, task: str) -> dict[str, Tensor]:
         return load_file(self.folder / "runs" / "r" / task / "model.safetensors")
@@ -120,8 +122,75 @@ def same_weights(one: Finished, other: Finished) -> bool:
 
 
 def test_the_same_seed_gives_the_same_files_under_either_name_of_the_option(runs: dict[str, Finished]):
-    assert runs["finetune"].predictions() == runs["full-model"].predictions()
+    later = {name.replace("finetune", "full-model"): text for name, text in runs["finetune"].predictions().items()}
+    assert runs["full-model"].predictions() == later
     assert same_weights(runs["finetune"], runs["full-model"])
+
+
+def test_the_last_of_both_names_of_the_option_counts_and_names_the_files():
+    for flags, option, mode in (
+        ([], "pretrain", None),
+        (["--option", "finetune"], "finetune", None),
+        (["--fine-tune-mode", "full-model"], "finetune", "full-model"),
+        (["--fine-tune-mode", "full-model", "--option", "pretrain"], "pretrain", None),
+        (["--option", "finetune", "--fine_tune_mode=last-linear-layer"], "pretrain", "last-linear-layer"),
+    ):
+        args = classifier.get_args(flags)
+        assert (args.option, args.fine_tune_mode) == (option, mode), flags
+
+
+def test_the_manifest_has_the_run_and_the_data_of_every_file(runs: dict[str, Finished]):
+    done = runs["full-model"]
+    origins = read_manifest(done.folder / "predictions")
+    assert origins.keys() == done.predictions().keys()
+    for name, origin in origins.items():
+        task = "sst" if "-sst-" in name else "cfimdb"
+        data = done.folder / "data" / classifier.PART_1_TASKS[task].filename("dev" if "-dev-" in name else "test")
+        assert (origin.run, origin.data) == (str(done.folder / "runs" / "r" / task), str(data))
+        assert origin.data_sha256 == sha256(data.read_bytes()).hexdigest()
+        assert origin.sha256 == sha256(done.predictions()[name].encode()).hexdigest()
+        assert (origin.script, origin.rows) == ("classifier.py", 8)
+        assert "--fine-tune-mode full-model" in origin.command
+
+
+def test_max_train_trains_on_the_same_few_rows_for_the_same_seed(tmp_path: Path, tokenizer: BertTokenizer):
+    write_task_files(tmp_path)
+
+    def rows(*flags: str) -> list[str]:
+        args = classifier.get_args(["--data", str(tmp_path), *flags])
+        splits = classifier.load_splits(SST, args, tokenizer)
+        assert [len(splits[name]) for name in ("dev", "test")] == [8, 8]
+        return splits["train"].ids
+
+    whole, few = rows(), rows("--max_train", "3")
+    assert len(few) == 3
+    assert few == [identifier for identifier in whole if identifier in few], "in the order of the file"
+    assert rows("--max_train", "3") == few
+    assert any(rows("--max_train", "3", "--seed", str(seed)) != few for seed in range(5))
+    assert rows("--max_train", "9") == whole
+
+
+def test_a_run_is_resumed_only_with_the_same_max_train(runs: dict[str, Finished], tiny_checkpoint: Path):
+    folder = runs["finetune"].folder
+    data = ["--data", str(folder / "data"), "--runs", str(folder / "runs"), "--name", "r", "--model"]
+    flags = [*RUNS["finetune"], "--batch_size", 3, *data, tiny_checkpoint, "--resume"]
+    classifier.open_run(SST, classifier.get_args(list(map(str, flags)))).release()
+    with pytest.raises(InputError, match=r"was started with --max_train None \(now 4\)"):
+        classifier.open_run(SST, classifier.get_args([*map(str, flags), "--max_train", "4"]))
+
+
+def test_a_run_that_is_older_than_fine_tune_mode_can_be_resumed_under_either_name(
+    runs: dict[str, Finished], tiny_checkpoint: Path, tmp_path: Path
+):
+    shutil.copytree(runs["finetune"].folder / "runs", tmp_path / "runs")
+    path = tmp_path / "runs" / "r" / "sst" / "args.json"
+    facts = json.loads(path.read_text())
+    del facts["args"]["fine_tune_mode"], facts["args"]["max_train"]
+    path.write_text(json.dumps(facts))
+    data = ["--data", runs["finetune"].folder / "data", "--runs", tmp_path / "runs", "--name", "r", "--resume"]
+    for flags in (RUNS["finetune"], RUNS["full-model"]):
+        given = [*flags, "--batch_size", 3, *data, "--model", tiny_checkpoint]
+        classifier.open_run(SST, classifier.get_args(list(map(str, given)))).release()
 
 
 def test_another_seed_gives_other_weights(runs: dict[str, Finished]):
@@ -142,6 +211,10 @@ def test_a_run_notes_versions_commit_data_and_every_epoch(name: str, runs: dict[
             "model.safetensors",
             "config.json",
             "dev.json",
+            "vocab.txt",
+            "tokenizer_config.json",
+            f"{task}-dev.npz",
+            f"{task}-test.npz",
         }
         facts = json.loads((folder / "args.json").read_text())
         assert facts["args"]["option"] == name
@@ -154,6 +227,7 @@ def test_a_run_notes_versions_commit_data_and_every_epoch(name: str, runs: dict[
         log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
         assert [line["epoch"] for line in log] == list(range(1, 4 if name == "pretrain" else 3))
         keys = {"epoch", "losses", "penalties", "train", "scores", "best", "gradients", "memory", "seconds"}
+        keys |= {"curve", "cosines"}
         assert all(line.keys() == keys for line in log)
         best = max(line["scores"]["dev"] for line in log)
         assert json.loads((folder / "dev.json").read_text()) == {"dev": best}

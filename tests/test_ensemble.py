@@ -19,8 +19,10 @@ import multitask_classifier
 import utils
 from bert import BertModel
 from ensemble import halves
-from evaluation import read_logits, score_file
+from evaluation import read_logits
+from manifest import read_manifest
 from multitask_flags import logits_remedy
+from submission import read_scored
 from tasks import TASKS, Number, Predictions
 
 NAMES = ("sst", "para", "sts")
@@ -344,14 +346,17 @@ def test_each_task_is_combined_over_the_runs_that_have_it(tmp_path: Path, combin
     assert np.array_equal(kept(folder, "sts", "test"), kept(b, "sts", "test"))
     mean = (softmax(kept(a, "sst", "dev")) + softmax(kept(b, "sst", "dev"))) / 2
     np.testing.assert_allclose(np.exp(kept(folder, "sst", "dev")), mean, rtol=1e-5)
-    assert len(list((tmp_path / "predictions").iterdir())) == 6
+    origins = read_manifest(tmp_path / "predictions")
+    assert origins.keys() == {path.name for path in (tmp_path / "predictions").glob("*.csv")}
+    assert len(origins) == 6
+    assert {origin.run for origin in origins.values()} == {str(folder)}, "the ensemble, not its members"
     row = next(line for line in out.splitlines() if line.startswith(f"{a} ")).split()
     assert row[3:] == ["-", "-"], "this run has no sts score, so it has no overall score"
 
 
 def test_tasks_limits_what_is_combined(runs: list[Path], combine: Combine, tmp_path: Path) -> None:
     succeeded(combine(*runs, "--tasks", "sts"))
-    assert {p.name for p in (tmp_path / "predictions").iterdir()} == {"sts-dev-output.csv", "sts-test-output.csv"}
+    assert {p.name for p in (tmp_path / "predictions").glob("*.csv")} == {"sts-dev-output.csv", "sts-test-output.csv"}
     assert json.loads((tmp_path / "runs" / "ens" / "args.json").read_text())["args"]["tasks"] == ["sts"]
 
 
@@ -400,7 +405,7 @@ def test_the_directory_records_the_runs_and_the_scores(runs: list[Path], combine
         rows = zip(ids_of(task, "dev"), labels_of(task, "dev"), strict=True)
         lines = [f"{n}\t{i}\t{texts}\t{label}\n" for n, (i, label) in enumerate(rows)]
         data.write_text(f"\tid\t{pairs}\t{TASKS[task].label_column}\n" + "".join(lines))
-        scored = score_file(tmp_path / "predictions" / f"{task}-dev-output.csv", TASKS[task], data)
+        scored = read_scored(tmp_path / "predictions" / f"{task}-dev-output.csv", TASKS[task], data).score
         assert dev[task] == pytest.approx(scored, abs=1e-9)
     assert dev["overall"] == pytest.approx((dev["sst"] + dev["para"] + (dev["sts"] + 1) / 2) / 3)
     title, header, *table = done.out.splitlines()
@@ -449,7 +454,7 @@ def weights_of(run: Path) -> dict[str, np.ndarray]:
 
 
 def prediction_files(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    return {path.name: path.read_bytes() for path in folder.glob("*.csv")}
 
 
 def test_a_soup_is_the_mean_of_the_weights_and_a_run_like_any_other(

@@ -436,7 +436,7 @@ def test_losses_are_checked_by_one_transfer_every_20_steps(bench: Start, monkeyp
 
     monkeypatch.setattr(EpochRecord, "check", counting)
     train_on(one.trainer, [[one.draw(0, 1)]] * 41)
-    assert waits == [(60, 0, 1), (120, 0, 1), (123, 0, 1)]
+    assert waits == [(3, 0, 1), (60, 0, 1), (120, 0, 1), (123, 0, 1)]  # the first step too, so that a loss is shown
 
 
 # --- batches that are copied ahead ------------------------------------------------------------------------------------

@@ -82,7 +82,7 @@ class Finished:
         return self.folder / "runs" / "r"
 
     def predictions(self) -> dict[str, str]:
-        return {path.name: path.read_bytes().decode() for path in (self.folder / "predictions").iterdir()}
+        return {path.name: path.read_bytes().decode() for path in (self.folder / "predictions").glob("*.csv")}
 
     def weights(self) -> dict[str, Tensor]:
         return load_file(self.run / "model.safetensors")
@@ -471,6 +471,9 @@ def test_symmetric_scoring_is_the_mean_of_both_orders_and_leaves_training_alone(
     path.write_text("".join("\t".join(row) + "\n" for row in (header, *rows)))
     straight = stored_logits(plain.run / "para-dev.npz")
     flags = ["--predict_only", "--run", plain.run, "--predictions", tmp_path / "out", "--data", turned]
+    args_json = plain.run / "args.json"
+    facts = json.loads(args_json.read_text())
+    args_json.write_text(json.dumps(facts | {"data_sha256": {}}))  # else the logits of other rows are not saved
     run_multitask(tmp_path / "plain", tiny_checkpoint, *flags)
     other_way = stored_logits(plain.run / "para-dev.npz")
     assert not np.allclose(straight, other_way)
@@ -702,7 +705,7 @@ def test_predict_only_writes_the_same_files_again(name: str, runs: Runs, tmp_pat
 def test_predict_only_without_more_writes_where_the_run_wrote(runs: Runs):
     done = runs["frozen"]
     before = done.predictions()
-    for path in (done.folder / "predictions").iterdir():
+    for path in (done.folder / "predictions").glob("*.csv"):
         path.unlink()
     run_multitask(done.folder, Path(), "--predict_only", "--run", done.run)
     assert done.predictions() == before
@@ -715,18 +718,23 @@ def test_predict_only_takes_other_data(runs: Runs, tmp_path: Path):
     done = run_multitask(tmp_path, Path(), "--predict_only", "--run", runs["frozen"].run, *given)
     assert {name: text.count("\n") for name, text in done.predictions().items()} == dict.fromkeys(done.predictions(), 6)
     assert len(done.predictions()) == 6
-    for name, content in kept.items():
-        (runs["frozen"].run / name).write_bytes(content)
+    assert {path.name: path.read_bytes() for path in runs["frozen"].run.glob("*.npz")} == kept
 
 
-def test_predict_only_takes_one_other_file_and_leaves_the_rest(runs: Runs, tmp_path: Path):
+def test_predict_only_takes_one_other_file_and_leaves_the_rest(
+    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     write_task_files(tmp_path / "data", rows=3)
     done = runs["tuned"]
+    logits = stored_logits(done.run / "sst-test.npz")
     given = ["--sst_test", tmp_path / "data" / "ids-sst-test-student.csv", "--predictions", tmp_path / "predictions"]
     again = run_multitask(tmp_path, Path(), "--predict_only", "--run", done.run, *given)
     assert again.predictions().pop("sst-test-output.csv").count("\n") == 4
     same_files = {k: v for k, v in done.predictions().items() if k != "sst-test-output.csv"}
     assert {k: v for k, v in again.predictions().items() if k != "sst-test-output.csv"} == same_files
+    note = f"{given[1]} is not the test file of {done.run}, so its logits were not saved there."
+    assert capsys.readouterr().err == f"note: {note}\n"
+    assert np.array_equal(stored_logits(done.run / "sst-test.npz"), logits), "an ensemble reads them"
 
 
 def test_predict_only_takes_files_of_the_runs_own_tasks(tiny_checkpoint: Path, tmp_path: Path):

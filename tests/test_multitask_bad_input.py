@@ -69,6 +69,8 @@ IDLE = {  # flags that would do nothing
     TUNED + "--regularizer smart:0.5+bregman --rdrop_weight 2": "--rdrop_weight 2.0 needs --regularizer rdrop. Use ",
     TUNED
     + "--combiner pcgrad --cagrad_c 0.5": "--cagrad_c 0.5 needs --combiner cagrad. Use --combiner cagrad, or leave out",
+    TUNED
+    + "--combiner pcgrad --log_gradients": "--log_gradients needs --combiner sum. Use --combiner sum, or leave out",
     "--gradvac_beta 0.5": "--gradvac_beta 0.5 needs --combiner gradvac. Use ",
     "--averager swa --ema_decay 0.5": "--ema_decay 0.5 needs --averager ema. Use ",
     "--averager ema --average_start 0.1": "--average_start 0.1 needs --averager swa. Use ",
@@ -223,7 +225,7 @@ IMPOSSIBLE = IDLE | {
     "--combiner sgd": "--combiner must be one of cagrad, gradvac, mgda, pcgrad, sum; found 'sgd'. See multitask_cl",
     "--combiner pcgard": "found 'pcgard'. Did you mean pcgrad? See multitask_classifier.py --help.",
     "--tasks sst nli": "--tasks must be one of cfimdb, para, sst, sts; found 'nli'.",
-    "--fine-tune-mode half": "must be one of last-linear-layer, full-model, found 'half'. See multitask_classifier.py",
+    "--fine-tune-mode half": "must be one of last-linear-layer, full-model; found 'half'. See multitask_classifier.py",
     "--accumulate 0": "--accumulate: must be a whole number, at least 1 and at most 4096, found '0'. See",
     "--para_fraction 0": "--para_fraction: must be a number, above 0 and at most 1, found '0'",
     "--max_train 1": "--max_train: must be a whole number, at least 2",
@@ -307,7 +309,7 @@ def test_flags_that_a_later_one_made_pointless_are_dropped_with_a_note(flags: st
 def test_what_needs_something_runs_where_it_is_given(flags: str, classify: Classify, tmp_path: Path):
     finished = classify(*flags.split())
     assert finished.status == 0, finished.err
-    assert len(list((tmp_path / "predictions").iterdir())) == 6
+    assert len(list((tmp_path / "predictions").glob("*.csv"))) == 6
 
 
 # --- teachers ---------------------------------------------------------------------------------------------------------
@@ -627,7 +629,7 @@ def emptied(path: Path) -> None:
 
 def test_an_undamaged_copy_of_a_run_predicts_and_resumes(run: Path, classify: Classify, tmp_path: Path):
     assert classify("--predict_only", "--run", run, usual=False).status == 0
-    assert len(list((tmp_path / "predictions").iterdir())) == 2
+    assert len(list((tmp_path / "predictions").glob("*.csv"))) == 2
     finished = classify("--tasks", "sst", "--resume")
     assert finished.status == 0, finished.err
 
@@ -726,7 +728,7 @@ def test_predict_only_takes_flags_that_matter_when_predicting(
 ):
     finished = classify("--predict_only", "--run", run, *flags.split(), usual=False)
     assert finished.status == 0, finished.err
-    assert len(list((tmp_path / "predictions").iterdir())) == 2
+    assert len(list((tmp_path / "predictions").glob("*.csv"))) == 2
 
 
 def test_an_interrupt_ends_in_one_line(classify: Classify, monkeypatch: pytest.MonkeyPatch):

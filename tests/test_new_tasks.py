@@ -194,8 +194,8 @@ def test_predictions_of_new_tasks_have_their_header_and_are_scored(train, run_ma
     assert scored.status == 0, scored.err
     for name in ALL:
         (line,) = [line for line in printed.splitlines() if line.startswith(f"{name}: wrote") and "dev score" in line]
-        assert f"{name}-dev-output.csv" in scored.out
-        assert line.rpartition(" ")[2] in scored.out
+        (row,) = [row.split() for row in scored.out.splitlines() if row.startswith(f"{name}-dev-output.csv ")]
+        assert float(row[1]) == pytest.approx(float(line.rpartition(" ")[2]), abs=6e-4)
 
 
 def test_new_tasks_can_be_predicted_again_and_combined(train, run_main, tmp_path: Path) -> None:

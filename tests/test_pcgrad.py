@@ -662,3 +662,39 @@ def test_flags_are_passed_to_the_methods() -> None:
 def test_a_flag_out_of_range_is_refused(flags: tuple[str, str]) -> None:
     with pytest.raises(InputError, match=flags[0]):
         arguments(*flags)
+
+
+# --- the plain sum, observed ------------------------------------------------------------------------------------------
+
+
+def test_observing_the_plain_sum_does_not_change_it_by_a_bit() -> None:
+    plain, observed = Model(), Model()
+    for model, how in ((plain, method("sum")), (observed, method("sum", "--log_gradients"))):
+        combiner = GradientCombiner(model.shared, how)
+        for task in "cab":  # not the alphabetical order: floating-point sums depend on it
+            combiner.backward(task, model.loss(task))
+        combiner.write_gradients()
+    for one, other in zip(plain.parameters(), observed.parameters(), strict=True):
+        assert (one.grad is None) == (other.grad is None)
+        assert one.grad is None or torch.equal(one.grad, other.grad)
+
+
+def test_observing_the_plain_sum_logs_the_cosines_of_plain_vectors() -> None:
+    combiner = GradientCombiner((model := Model()).shared, method("sum", "--log_gradients"))
+    for task in "abc":
+        combiner.backward(task, model.loss(task))
+    combiner.write_gradients()
+    a, b = model.flat_gradient("a"), model.flat_gradient("b")
+    cosine = a @ b / np.linalg.norm(a) / np.linalg.norm(b)
+    assert combiner.cosines(10)["a b"] == [pytest.approx(cosine, abs=1e-6)]
+    assert combiner.means()["cosine a b"] == pytest.approx(cosine, abs=1e-6)
+
+
+def test_the_curve_of_cosines_has_the_mean_of_the_steps() -> None:
+    combiner = GradientCombiner([nn.Parameter(torch.zeros(40))], PCGrad(0))
+    for seed in range(10):
+        take_step(combiner, dict(zip("ab", vectors(2, seed=seed), strict=True)))
+    curve = combiner.cosines(5)["a b"]
+    assert len(curve) == 5
+    assert np.mean(curve) == pytest.approx(combiner.means()["cosine a b"])
+    assert combiner.cosines(5) == {}, "the means start a new epoch"

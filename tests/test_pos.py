@@ -689,11 +689,11 @@ def test_a_run_trains_predicts_again_and_goes_on(classify: Classify, tmp_path: P
     assert stored
     facts = json.loads((tmp_path / "runs" / "r" / "args.json").read_text())["args"]
     assert (facts["feature"], facts["pos_tagger"], facts["pos_dim"]) == ("pos", "wheel", 32)
-    wanted = {path.name: path.read_bytes() for path in (tmp_path / "predictions").iterdir()}
+    wanted = {path.name: path.read_bytes() for path in (tmp_path / "predictions").glob("*.csv")}
     shutil.rmtree(tmp_path / "predictions")
     assert classify("--predict_only", "--run", tmp_path / "runs" / "r").status == 0
     assert {path.name for path in tags_offline.iterdir()} == stored, "nothing was tagged again"
-    assert {path.name: path.read_bytes() for path in (tmp_path / "predictions").iterdir()} == wanted
+    assert {path.name: path.read_bytes() for path in (tmp_path / "predictions").glob("*.csv")} == wanted
     assert classify("--predict_only", "--predict_train", "--run", tmp_path / "runs" / "r").status == 0
     assert (tmp_path / "runs" / "r" / "sts-train.npz").is_file()
     again = classify(*lively, "--resume", "--pos_cache", tmp_path / "elsewhere")

@@ -1,5 +1,6 @@
 """A submission is complete and valid, or every problem is reported on a line of its own and no zip is written."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from conftest import ROOT, run_script
 from test_evaluation import write_data, write_guesses
 
 import prepare_submit
-from evaluation import PREDICTION_FILES
+from submission import PREDICTION_FILES
 from utils import InputError
 
 ALL = set(PREDICTION_FILES)
@@ -39,16 +40,21 @@ def refuse(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, *flag
     with pytest.raises(SystemExit) as exit_info:
         prepare(monkeypatch, *flags)
     out, err = capsys.readouterr()
-    assert (exit_info.value.code, out) == (2, "")
+    assert exit_info.value.code == 2
+    assert all(re.fullmatch(r"part [12]: complete, [68] files", line) for line in out.splitlines()), out
     lines = err.splitlines()
     assert all(line.startswith("error: ") for line in lines)
     return [line.removeprefix("error: ") for line in lines]
 
 
+def unknown_origin(folder: Path) -> str:
+    return f"{folder / 'manifest.json'} does not know these files, so it is unknown which run they are from."
+
+
 def code_of_the_project() -> set[str]:
     recipes = {f"recipes/{path.relative_to(ROOT / 'recipes').as_posix()}" for path in (ROOT / "recipes").rglob("*.txt")}
     top = {path.name for path in ROOT.iterdir() if path.suffix == ".py" or path.name.startswith("requirements")}
-    return recipes | {name for name in top if name[0] != "."} | {"README.md", "setup.sh"}
+    return recipes | {name for name in top if name[0] != "."} | {"README.md", "setup.sh", "report_template.html"}
 
 
 # --- complete submissions ---------------------------------------------------------------------------------------------
@@ -59,7 +65,7 @@ def test_a_complete_submission_is_packed_with_all_code_and_its_scores_are_printe
     done = run_script(
         "prepare_submit.py", "--data", here / "data", "--predictions", here / "predictions", "--output", output
     )
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stderr) == (0, f"note: {unknown_origin(here / 'predictions')}\n")
     with zipfile.ZipFile(output) as archive:
         assert archive.testzip() is None
         assert set(archive.namelist()) == code_of_the_project() | {f"predictions/{name}" for name in ALL}
@@ -68,9 +74,11 @@ def test_a_complete_submission_is_packed_with_all_code_and_its_scores_are_printe
             assert archive.read(f"predictions/{name}") == (here / "predictions" / name).read_bytes()
         assert archive.read("bert.py") == (ROOT / "bert.py").read_bytes()
     scored = run_script("evaluation.py", here / "predictions", "--data", here / "data")
-    *scores, wrote = done.stdout.splitlines()
-    assert scores == scored.stdout.splitlines()
-    assert wrote == f"wrote {output}: {len(code_of_the_project()) + 14} files, 14 of them predictions"
+    *parts, contents = done.stdout.partition("file ")[0].splitlines(), done.stdout.partition("wrote ")[2]
+    assert parts == [["part 1: complete, 8 files", "part 2: complete, 6 files"]]
+    assert scored.stdout in done.stdout
+    assert contents.startswith(f"{output}: {len(code_of_the_project()) + 14} files, ")
+    assert re.search(r"^  predictions/ +14 files$", contents, re.MULTILINE)
     assert [path.name for path in output.parent.iterdir()] == [NAME], "no temporary file is left"
 
 
@@ -113,7 +121,7 @@ def test_files_that_are_not_checked_are_left_out_and_named(
     (here / "predictions" / "cfimdb-dev-output.csv").write_text("x")
     prepare(monkeypatch)
     note = "note: not on the handout's list for --part all, so left out: cfimdb-dev-output.csv, notes.csv.\n"
-    assert capsys.readouterr().err == note
+    assert capsys.readouterr().err.startswith(note)
     with zipfile.ZipFile(here / NAME) as archive:
         assert not {"predictions/notes.csv", "predictions/cfimdb-dev-output.csv"} & set(archive.namelist())
 
@@ -161,10 +169,10 @@ def test_a_file_that_is_not_the_projects_is_packed_only_if_it_is_included(
     prepare(monkeypatch)
     assert packed(here) == code_of_the_project()
     note = "note: not files of the project, so left out: passwords.py. --include FILE packs one.\n"
-    assert capsys.readouterr().err == note
+    assert capsys.readouterr().err.startswith(note)
     prepare(monkeypatch, "--include", project / "passwords.py", here / "extra.py")
     assert packed(here) == code_of_the_project() | {"passwords.py", "extra.py"}
-    assert capsys.readouterr().err == ""
+    assert capsys.readouterr().err == f"note: {unknown_origin(Path('predictions'))}\n"
 
 
 def test_an_included_file_must_exist_be_no_link_and_have_a_name_of_its_own(
@@ -234,11 +242,17 @@ IDS = "must have every id of"
 DEFECTS: dict[str, tuple[Callable[[Path], None], list[str]]] = {
     "a file of part 1 is missing": (
         remove(CFIMDB),
-        [f"{CFIMDB}: Part 1 needs this file, but it does not exist. Run classifier.py with --option pretrain and"],
+        [
+            "part 1: needs 8 files in predictions, found 7; missing: pretrain-cfimdb-test-out.csv. "
+            "Write with: python classifier.py --option pretrain --lr 1e-3 --tasks cfimdb"
+        ],
     ),
     "a file of part 2 is missing": (
         remove(SST_TEST),
-        [f"{SST_TEST}: Part 2 needs this file, but it does not exist. Run multitask_classifier.py."],
+        [
+            "part 2: needs 6 files in predictions, found 5; missing: sst-test-output.csv. "
+            "Write with: python multitask_classifier.py --option finetune --lr 1e-5"
+        ],
     ),
     "a directory": (as_directory(STS_DEV), [f"{STS_DEV}: cannot be read as a prediction file; Is a directory."]),
     "empty": (
@@ -312,7 +326,7 @@ def test_all_defects_are_listed_together_with_status_2_and_no_zip_is_left(here: 
     )
     assert (done.returncode, done.stdout) == (2, "")
     lines = [line.removeprefix("error: ").removeprefix(f"{here}/") for line in done.stderr.splitlines()]
-    starts = ["data/ids-cfimdb-dev.csv: ", f"{CFIMDB} line 2: ", f"{SST_TEST}: Part 2 needs", f"{STS_DEV} line 1: "]
+    starts = ["data/ids-cfimdb-dev.csv: ", f"{CFIMDB} line 2: ", "part 2: needs 6 files", f"{STS_DEV} line 1: "]
     assert len(lines) == len(starts), done.stderr
     assert all(line.startswith(start) for line, start in zip(lines, starts, strict=True)), done.stderr
     assert not (here / NAME).exists()

@@ -58,6 +58,7 @@ def test_the_script_writes_the_committed_files_byte_for_byte(tmp_path: Path) -> 
         assert (tmp_path / name).read_bytes() == (SAMPLE / name).read_bytes(), name
 
 
+@pytest.mark.slow
 def test_check_detects_a_changed_file(tmp_path: Path) -> None:
     shutil.copytree(SAMPLE, tmp_path, dirs_exist_ok=True)
     assert run_generator("--out", tmp_path, "--check").returncode == 0

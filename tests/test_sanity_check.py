@@ -1,6 +1,8 @@
 """sanity_check.py prints one line on success, and detects a wrong BERT."""
 
+import importlib
 import math
+import sys
 
 import pytest
 import torch
@@ -8,7 +10,28 @@ from conftest import padded, run_script
 
 import bert
 import sanity_check
+import utils
 from utils import InputError
+
+
+@pytest.mark.parametrize("script", ["sanity_check", "optimizer_test"])
+def test_the_handouts_checks_have_help_and_refuse_arguments_in_one_line(script: str, monkeypatch, capsys) -> None:
+    module = importlib.import_module(script)
+
+    def status(*flags: str) -> int:
+        monkeypatch.setattr(sys, "argv", [f"{script}.py", *flags])
+        monkeypatch.setattr(module, "main", lambda: pytest.fail("the check ran"))
+        with pytest.raises(SystemExit) as stop:
+            utils.run_script(module.script)
+        return stop.value.code or 0
+
+    for flag in ("-h", "--help"):
+        assert status(flag) == 0
+        assert capsys.readouterr().out.startswith(f"usage: {script}.py")
+    assert status("--verbose") == 2
+    assert capsys.readouterr().err == f"error: unknown flag --verbose. See {script}.py --help.\n"
+    assert status("bert.py") == 2
+    assert capsys.readouterr().err.startswith("error: unexpected argument 'bert.py'")
 
 
 def test_sanity_check_prints_one_line_on_success() -> None:

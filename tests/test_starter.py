@@ -18,6 +18,7 @@ import classifier
 import evaluation
 import multitask_classifier
 import starter
+import submission
 from base_bert import BertPreTrainedModel, find_checkpoint
 from bert import BertModel
 from config import BertConfig
@@ -464,11 +465,11 @@ def run_students(script: str, folder: Path, *words: object) -> subprocess.Comple
     return run_script(str(folder / "students.py"), *words, PYTHONPATH=str(ROOT))
 
 
-def problems(folder: Path, data: Path, files: dict[str, evaluation.PredictionFile]) -> list[str]:
+def problems(folder: Path, data: Path, files: dict[str, submission.PredictionFile]) -> list[str]:
     """All that is wrong with these prediction files, by the checks before submission."""
     found = []
     for name, (_, task, split) in files.items():
-        found += evaluation.check_file(folder / name, task, data / task.filename(split), labeled=split == "dev")[1]
+        found += submission.check_file(folder / name, task, data / task.filename(split), labeled=split == "dev")[1]
     return found
 
 
@@ -490,7 +491,7 @@ def test_the_function_of_2023_returns_its_order_and_says_so_once(
     (dev, _) = evaluation.write_starter_predictions(args, model, CPU)
     assert first == second == (*dev[3:6], *dev[:3], *dev[6:])
     assert first[1] != first[4], "para and sst differ, so the order shows"
-    assert problems(tmp_path, task_files, evaluation.PART_2_FILES) == []
+    assert problems(tmp_path, task_files, submission.PART_2_FILES) == []
     lines = (tmp_path / "sts-dev-output.csv").read_text().splitlines()[1:]
     read = [float(line.partition(" , ")[2]) for line in lines]
     np.testing.assert_allclose(read, first[7], rtol=1e-6)
@@ -502,7 +503,7 @@ def test_a_script_of_the_starter_trains_saves_loads_tests_and_writes_six_files(
 ) -> None:
     done = run_students(SCRIPTS[layout], tmp_path, task_files, tmp_path, tiny_checkpoint)
     assert done.returncode == 0, done.stderr
-    assert problems(tmp_path, task_files, evaluation.PART_2_FILES) == []
+    assert problems(tmp_path, task_files, submission.PART_2_FILES) == []
     notes = [line for line in done.stderr.splitlines() if "the order of 2023: para, sst, sts" in line]
     assert len(notes) == ("2023" in layout), "once, however often it is called"
 
@@ -564,7 +565,7 @@ def test_a_script_of_part_1_trains_saves_loads_tests_and_writes_its_files(
     script = PART_1_SCRIPT.replace("**{CONFIG}", f"**{choice}").replace("OPTION", option)
     done = run_students(script, tmp_path, task_files, tmp_path, tiny_checkpoint)
     assert done.returncode == 0, done.stderr
-    files = {name: file for name, file in evaluation.PART_1_FILES.items() if name.startswith(option)}
+    files = {name: file for name, file in submission.PART_1_FILES.items() if name.startswith(option)}
     assert len(files) == 4
     assert problems(tmp_path, task_files, files) == []
     model = torch.load(tmp_path / "cfimdb-classifier.pt")["model"]

@@ -73,7 +73,7 @@ class Folder:
         run = self.run(name)
         log = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
         state = load_state(Run(run)) or {}
-        files = [*(self.folder / f"predictions-{name}").iterdir(), *run.glob("*.npz")]
+        files = [*(self.folder / f"predictions-{name}").glob("*.csv"), *run.glob("*.npz")]
         files += [run / "model.safetensors", run / "dev.json"]
         return {
             "log": [{k: v for k, v in line.items() if k not in ("seconds", "memory")} for line in log],
@@ -206,6 +206,7 @@ def kill_at_lines(place: Folder, lines: list[tuple[str, int]]) -> None:
         assert not list(place.run(name).glob(f".*{utils.TEMPORARY}")), line
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_while_it_saves_ends_byte_for_byte_like_one_that_was_not(place: Folder):
     found = lines_of_saving(place)
     lines = {line: count for line, count in found.items() if line.startswith(("utils", "checkpoints"))}
@@ -249,6 +250,16 @@ def test_resume_of_a_run_that_does_not_exist_yet_starts_it(
     done = run_multitask(tmp_path, tiny_checkpoint, "--epochs", 1, "--resume")
     assert "there is no such run yet, so it starts from the beginning\n" in done.out
     assert len(done.predictions()) == 6
+
+
+def test_a_run_that_was_started_with_resume_can_be_resumed_again(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """Its stored flags have every task's own dropout, so --hidden_dropout_prob looks as if it had no effect."""
+    flags = ["--option", "finetune", "--hidden_dropout_prob", 0.1, "--pooling", "mean", "--epochs", 1, "--resume"]
+    run_multitask(tmp_path, tiny_checkpoint, *flags)
+    run_multitask(tmp_path, tiny_checkpoint, *flags)
+    flags[3] = 0.2
+    with pytest.raises(InputError, match=r"was started with --sst_dropout 0\.1 \(now 0\.2\)"):
+        run_multitask(tmp_path, tiny_checkpoint, *flags)
 
 
 def test_resume_says_where_it_goes_on(tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -483,7 +494,7 @@ def test_a_closed_output_does_not_end_a_training(place: Folder):
         run.stdout.close()
         errors = run.stderr.read()
     assert (run.returncode, errors) == (0, "")
-    assert len(list((place.folder / "predictions-r").iterdir())) == 6
+    assert len(list((place.folder / "predictions-r").glob("*.csv"))) == 6
     text = (place.run("r") / "output.txt").read_text()
     assert text.startswith("pretrain ")
     assert "epoch 2 | " in text
@@ -496,7 +507,9 @@ def test_progress_is_a_line_in_the_copy_of_the_output(
     monkeypatch.setattr("training.LINE_SECONDS", 0.0)
     done = run_multitask(tmp_path, tiny_checkpoint, "--epochs", 1)
     text = (done.run / "output.txt").read_text()
-    assert len(re.findall(r"^epoch 1 of 1, step \d of 3 \| para loss \d\.\d{3} \| sst .* \| 0 min$", text, re.M)) == 3
+    assert (
+        len(re.findall(r"^epoch 1 of 1, step \d of 3 \| 0 min .*\| loss para \d\.\d{3} sst .* sts \d", text, re.M)) == 3
+    )
 
 
 def test_bars_are_not_copied(tmp_path: Path, capsys: pytest.CaptureFixture):

@@ -422,6 +422,7 @@ def test_a_recipe_names_flags_that_a_file_cannot_contain(run_sweep: Sweep, train
 # --- a kill -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_killed_study_continues_without_repeating_finished_trials(
     tiny_checkpoint: Path, task_files: Path, tmp_path: Path
 ) -> None:

@@ -142,7 +142,7 @@ def test_a_run_that_goes_on_ends_bit_for_bit_like_one_that_was_never_interrupted
     log = [json.loads(line) for line in (tmp_path / "whole" / "r" / "log.jsonl").read_text().splitlines()]
     assert len(log) == 4
     assert [line | UNEQUAL for line in done.log()] == [line | UNEQUAL for line in log]
-    wanted = {path.name: path.read_text() for path in (tmp_path / "predictions of the whole").iterdir()}
+    wanted = {path.name: path.read_text() for path in (tmp_path / "predictions of the whole").glob("*.csv")}
     assert (done.predictions(), len(wanted)) == (wanted, 6)
     assert whole.out.splitlines()[-6:] == done.out.splitlines()[-6:]
 

@@ -7,6 +7,7 @@ The second half mutates a valid file of every kind with Hypothesis. By default s
 import contextlib
 import copy
 import gzip
+import io
 import json
 import os
 import pickle
@@ -29,9 +30,11 @@ from hypothesis import strategies as st
 import base_bert
 import ensemble
 import evaluation
+import manifest
 import multitask_classifier
 import multitask_flags
 import pretrain
+import submission
 import sweep
 from bert import BertModel
 from config import BertConfig
@@ -557,7 +560,7 @@ class Kind(NamedTuple):
 
 def prediction_problems(path: Path, data: Path) -> Any:
     """What check_file returns; problems are raised, so that they count as a refusal."""
-    score, problems = evaluation.check_file(path, SST, data, labeled=True)
+    score, problems = submission.check_file(path, SST, data, labeled=True)
     for problem in problems:
         assert "\n" not in problem
         assert len(problem) <= LONGEST_MESSAGE
@@ -587,6 +590,18 @@ def flags_of_run(folder: Path) -> Any:
 def saved_content(path: Path) -> Any:
     found = read_saved(path)
     return found.ids, found.logits.tobytes(), found.labels.tobytes()
+
+
+def known_origins(folder: Path) -> dict[str, str]:
+    """The runs in the manifest; its notes about damage count as a refusal, and each is one line."""
+    with contextlib.redirect_stderr(io.StringIO()) as notes:
+        found = manifest.find_files(folder, {"predictions.csv": submission.PART_2_FILES["sst-dev-output.csv"]})
+        runs = {name: origin.run + origin.age for name, origin in manifest.read_manifest(folder).items()}
+    lines = notes.getvalue().splitlines()
+    assert len(lines) == notes.getvalue().count("\n")
+    assert all(line.startswith("note: ") and line.isprintable() for line in lines)
+    assert set(found) == {"predictions.csv"}
+    return runs
 
 
 def make_kinds(folder: Path) -> dict[str, Kind]:
@@ -625,6 +640,7 @@ def make_kinds(folder: Path) -> dict[str, Kind]:
     answers = Predictions(ids, np.empty(0), np.arange(len(ids)) % 5, None)
     evaluation.write_predictions(folder / "predictions.csv", SST, answers)
     labeled = Path(shutil.copy(data / "ids-sst-dev.csv", folder / "labels.csv"))
+    manifest.record(folder / "predictions.csv", manifest.Source(run, labeled), 6)
     return {
         "recipe": Kind(recipe, lambda: vars(part_2(f"@{recipe}", "--name", "x"))),
         "args.json": Kind(run / "args.json", lambda: flags_of_run(run)),
@@ -651,6 +667,7 @@ def make_kinds(folder: Path) -> dict[str, Kind]:
             folder / "predictions.csv", lambda: prediction_problems(folder / "predictions.csv", labeled)
         ),
         "labels": Kind(labeled, lambda: rows_of(SST, labeled)),
+        "manifest.json": Kind(folder / "manifest.json", lambda: known_origins(folder)),
     }  # fmt: skip
 
 
@@ -662,7 +679,7 @@ def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Kind]:
 KINDS = [
     "recipe", "args.json", "ensemble.json", "config.json", "model.safetensors", "index.json", "vocab.txt",
     "tokenizer_config.json", "tokenizer.json", "logits", "older logits", "sst", "para", "sts", "gzip", "quora_as_sts",
-    "snli", "yelp", "yelp with a header", "tsv", "text", "predictions", "labels",
+    "snli", "yelp", "yelp with a header", "tsv", "text", "predictions", "labels", "manifest.json",
 ]  # fmt: skip
 # Raw JSON to put in place of a value.
 NASTY = [

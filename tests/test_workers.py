@@ -272,6 +272,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_a_killed_worker_loses_only_its_trial(flags: list[str], tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     process = start("--workers", 2, "--study", tmp_path / "s.db", *flags, "--runs", runs)
@@ -288,6 +289,7 @@ def test_a_killed_worker_loses_only_its_trial(flags: list[str], tmp_path: Path) 
     assert out.count("killed, so repeated") == len(lost)
 
 
+@pytest.mark.slow
 def test_ctrl_c_and_the_death_of_the_starter_end_all_workers_and_the_study_continues(
     flags: list[str], tmp_path: Path
 ) -> None:
