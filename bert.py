@@ -1,6 +1,10 @@
 """A hand-written BERT: attention, transformer layer, model (Devlin et al. 2019, arXiv:1810.04805).
 
 Shapes:  B batch   T tokens   H hidden size   N attention heads   D head size (H = N * D)
+         n tokens of a batch without its padding
+
+Padding is computed for nothing, so on a CPU the layers work on packed hidden states: (n, H) instead of (B, T, H). Only
+attention needs to know which tokens form a sentence: it unpacks query, key and value, and packs its result.
 """
 
 import math
@@ -13,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from base_bert import BertPreTrainedModel
 from config import ACTIVATIONS, BertConfig
-from kernels import dropout, lookup
+from kernels import FLOATS, dropout, gelu, lookup, runs_here
 
 
 class Dropout(nn.Module):
@@ -28,6 +32,13 @@ class Dropout(nn.Module):
 
     def extra_repr(self) -> str:
         return f"p={self.p}"
+
+
+def cast_once(x: Tensor) -> Tensor:
+    """In mixed precision, x in half precision: otherwise each of several linear layers casts it for itself."""
+    device = x.device.type
+    is_mixed = device in ("cpu", "cuda") and torch.is_autocast_enabled(device)
+    return x.to(torch.get_autocast_dtype(device)) if is_mixed else x
 
 
 def written_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, drop: Dropout) -> Tensor:
@@ -65,6 +76,63 @@ ATTENTIONS: dict[str, Callable[..., Tensor]] = {
 }
 
 
+# --- packing: hidden states without padding ---------------------------------------------------------------------------
+
+WORTHWHILE = 0.03  # the share of padding above which packing saves more time than it takes
+MULTIPLE = 16  # of which n is one: a new size of matrices costs oneDNN time, so some padding stays
+
+
+class _Pack(torch.autograd.Function):
+    """The rows at these places: (B T, H) -> (n, H). Its backward pass is _Unpack."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.rows = x.size(0)
+        return x.index_select(0, places)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        (places,) = ctx.saved_tensors
+        return _Unpack.apply(grad, places, ctx.rows), None
+
+
+class _Unpack(torch.autograd.Function):
+    """The rows at their places, and zeros elsewhere: (n, H) -> (B T, H). Its backward pass is _Pack."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, places: Tensor, rows: int) -> Tensor:
+        ctx.save_for_backward(places)
+        return x.new_zeros(rows, x.size(1)).index_copy_(0, places, x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+        (places,) = ctx.saved_tensors
+        return _Pack.apply(grad, places), None, None
+
+
+def packed_places(mask: Tensor) -> Tensor:
+    """The places of the real tokens, and of some padding, in a flattened batch: (B, 1, 1, T), 0 or -inf -> (n,)."""
+    is_real = mask.flatten() == 0
+    padding = (~is_real).nonzero().squeeze(1)
+    real = is_real.nonzero().squeeze(1)
+    return torch.cat([real, padding[: -len(real) % MULTIPLE]])
+
+
+def pack(x: Tensor, places: Tensor) -> Tensor:
+    """Leave out the padding: (B, T, H) -> (n, H)."""
+    return _Pack.apply(x.flatten(0, 1), places)
+
+
+def unpack(x: Tensor, places: Tensor, mask: Tensor) -> Tensor:
+    """Put zeros where the padding is: (n, H) -> (B, T, H)."""
+    B, _, _, T = mask.shape
+    return _Unpack.apply(x, places, B * T).view(B, T, -1)
+
+
+# --- the layers -------------------------------------------------------------------------------------------------------
+
+
 class BertSelfAttention(nn.Module):
     def __init__(self, config: BertConfig):
         super().__init__()
@@ -79,8 +147,11 @@ class BertSelfAttention(nn.Module):
 
     def transform(self, x: Tensor, linear: nn.Linear) -> Tensor:
         """Project and split into heads: (B, T, H) -> (B, N, T, D)."""
+        return self.split(linear(x))
+
+    def split(self, x: Tensor) -> Tensor:
         B, T, _ = x.shape
-        return linear(x).view(B, T, self.num_attention_heads, self.attention_head_size).transpose(1, 2)
+        return x.view(B, T, self.num_attention_heads, self.attention_head_size).transpose(1, 2)
 
     def attention(self, key: Tensor, query: Tensor, value: Tensor, attention_mask: Tensor) -> Tensor:
         """Apply attention in every head and concatenate the heads: three (B, N, T, D) and (B, 1, 1, T) -> (B, T, H)."""
@@ -88,10 +159,20 @@ class BertSelfAttention(nn.Module):
         return heads.transpose(1, 2).flatten(2)  # (B, T, N, D) -> (B, T, H)
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor) -> Tensor:
+        """(B, T, H) or packed (n, H), and (B, 1, 1, T) -> the shape of hidden_states."""
+        hidden_states = cast_once(hidden_states)
+        if hidden_states.dim() == 2:
+            return self.forward_packed(hidden_states, attention_mask)
         key = self.transform(hidden_states, self.key)
         query = self.transform(hidden_states, self.query)
         value = self.transform(hidden_states, self.value)
         return self.attention(key, query, value, attention_mask)
+
+    def forward_packed(self, x: Tensor, mask: Tensor) -> Tensor:
+        """The same without padding: (n, H), (B, 1, 1, T) -> (n, H)."""
+        places = packed_places(mask)
+        projected = (unpack(linear(x), places, mask) for linear in (self.key, self.query, self.value))  # (B, T, H) each
+        return pack(self.attention(*map(self.split, projected), mask), places)
 
 
 class BertLayer(nn.Module):
@@ -103,7 +184,8 @@ class BertLayer(nn.Module):
         self.attention_layer_norm = nn.LayerNorm(H, eps=config.layer_norm_eps)
         self.attention_dropout = Dropout(config.hidden_dropout_prob)
         self.interm_dense = nn.Linear(H, inner)
-        self.interm_af = ACTIVATIONS[config.hidden_act]
+        # kernels.gelu is F.gelu, but faster on a CPU
+        self.interm_af = gelu if config.hidden_act == "gelu" else ACTIVATIONS[config.hidden_act]
         self.out_dense = nn.Linear(inner, H)
         self.out_layer_norm = nn.LayerNorm(H, eps=config.layer_norm_eps)
         self.out_dropout = Dropout(config.hidden_dropout_prob)
@@ -158,6 +240,7 @@ class BertModel(BertPreTrainedModel):
         self.bert_layers = nn.ModuleList(BertLayer(config) for _ in range(config.num_hidden_layers))
         self.pooler_dense = nn.Linear(H, H)
         self.pooler_af = nn.Tanh()
+        self.packs = True  # hidden states without padding, on a CPU
         self.checkpoint_activations = False  # True: store the layers' inputs only, recompute the rest in backward
         self.init_weights()
 
@@ -166,7 +249,8 @@ class BertModel(BertPreTrainedModel):
         compile_all(self.bert_layers)
 
     def use_attention(self, name: str) -> None:
-        """Make every layer use this entry of ATTENTIONS."""
+        """Make every layer use this entry of ATTENTIONS; "written" computes the padding too."""
+        self.packs = name != "written"
         for layer in self.bert_layers:
             layer.self_attention.attend = ATTENTIONS[name]
 
@@ -188,13 +272,22 @@ class BertModel(BertPreTrainedModel):
         # Padding gets attention weight exactly 0, so the other sentences of a batch cannot influence this one.
         mask = torch.zeros_like(attention_mask, dtype=hidden_states.dtype)
         mask = mask.masked_fill(attention_mask == 0, -math.inf)[:, None, None, :]  # (B, 1, 1, T)
+        places = packed_places(mask) if self.packs and self.saves_time(hidden_states, attention_mask) else None
+        hidden_states = hidden_states if places is None else pack(hidden_states, places)
         keep_activations = not (self.checkpoint_activations and torch.is_grad_enabled())
         for layer in self.bert_layers if layers is None else layers:
             if keep_activations:
                 hidden_states = layer(hidden_states, mask)
             else:  # checkpoint restores the random state, so the recomputed layer has the same dropout masks
                 hidden_states = checkpoint(layer, hidden_states, mask, use_reentrant=False)
-        return hidden_states
+        return hidden_states if places is None else unpack(hidden_states, places, mask)
+
+    @staticmethod
+    def saves_time(hidden_states: Tensor, attention_mask: Tensor) -> bool:
+        """Whether to pack: only on a CPU, where looking at the mask is no synchronization."""
+        if not runs_here(hidden_states, dtypes=FLOATS):
+            return False
+        return int((attention_mask == 0).sum()) > WORTHWHILE * attention_mask.numel()
 
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None = None

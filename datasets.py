@@ -30,7 +30,7 @@ from utils import InputError, run_script, warn
 # --- examples -> token ids, once --------------------------------------------------------------------------------------
 
 
-CHUNK = 20_000  # rows tokenized at a time: the tokenizer's own objects, far larger than ids, never exist for all rows
+CHUNK = 2_000  # rows tokenized at a time: the tokenizer's own objects, far larger than ids, never exist for all rows
 
 
 def _tokenize_chunk(tokenizer: BertTokenizer, sentences: list[str], pairs: list[str] | None) -> tuple[Tensor, ...]:
@@ -116,6 +116,14 @@ def tokenize_joined_both_ways(tokenizer: BertTokenizer, texts: Texts) -> tuple[R
     return (Ragged.tokenize(tokenizer, *texts), Ragged.tokenize(tokenizer, *reversed(texts)))
 
 
+def tokenize_apart_and_joined(tokenizer: BertTokenizer, texts: Texts) -> tuple[Ragged, ...]:
+    return (*tokenize_apart(tokenizer, texts), *tokenize_joined(tokenizer, texts))
+
+
+def tokenize_apart_and_joined_both_ways(tokenizer: BertTokenizer, texts: Texts) -> tuple[Ragged, ...]:
+    return (*tokenize_apart(tokenizer, texts), *tokenize_joined_both_ways(tokenizer, texts))
+
+
 def join_pair(first: Encoded, second: Encoded, max_length: int) -> Encoded:
     """Join padded `[CLS] a [SEP]` and `[CLS] b [SEP]` into padded `[CLS] a [SEP] b [SEP]` with real segment ids.
 
@@ -159,6 +167,12 @@ PAIRINGS = {
     "cross": Pairing(tokenize_joined, lambda a, b, most: (join_pair(a, b, most),), ((0,),)),
     "cross_symmetric": Pairing(
         tokenize_joined_both_ways, lambda a, b, most: (join_pair(a, b, most), join_pair(b, a, most)), ((0,), (1,))
+    ),
+    "both": Pairing(tokenize_apart_and_joined, lambda a, b, most: (a, b, join_pair(a, b, most)), ((0, 1, 2),)),
+    "both_symmetric": Pairing(
+        tokenize_apart_and_joined_both_ways,
+        lambda a, b, most: (a, b, join_pair(a, b, most), join_pair(b, a, most)),
+        ((0, 1, 2), (1, 0, 3)),
     ),
 }
 

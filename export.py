@@ -167,14 +167,15 @@ class Answering(nn.Module):
     def __init__(self, run: TrainedRun, name: str):
         super().__init__()
         self.model, self.name = run.model, name
-        views = run.branches[name].pairing_for("dev").views
-        self.apart = max(map(len, views)) > 1
-        self.views = views if self.apart else ((0,),)  # of a joined pair, the order that is given
+        self.pairing = run.branches[name].pairing_for("dev")
+        self.apart = max(map(len, self.pairing.views)) > 1
+        self.views = self.pairing.views if self.apart else ((0,),)  # of a joined pair, the order that is given
 
     def forward(self, *inputs: Tensor) -> Tensor:
         if self.apart:
             pairs = zip(inputs[::2], inputs[1::2], strict=True)
-            sentences = tuple(Encoded(ids, mask, torch.zeros_like(ids)) for ids, mask in pairs)
+            sentences = (Encoded(ids, mask, torch.zeros_like(ids)) for ids, mask in pairs)
+            sentences = self.pairing.join(*sentences, self.model.max_length)
         else:
             sentences = (Encoded(*inputs),)
         return self.model.predict(Batch(self.name, [], sentences, None, views=self.views)).logits
@@ -191,7 +192,7 @@ class Answering(nn.Module):
         split = run.split(self.name, texts[: len(run.tasks[self.name].text_columns)])
         sentences = split.batch(torch.arange(len(split))).sentences
         if self.apart:
-            return tuple(tensor for encoded in sentences for tensor in encoded[:2])
+            return tuple(tensor for encoded in sentences[:2] for tensor in encoded[:2])
         return sentences[0][:3]
 
     def shapes(self, most: int) -> tuple[tuple[dict[int, Any], ...]]:

@@ -41,7 +41,7 @@ def form_of(run: TrainedRun, name: str) -> Form | str:
     layers = head.layers()
     if layers is None:
         return (
-            f"--{name}_head {branch.head} joins two vectors (--{name}_pairing {branch.pairing}), which no other "
+            f"--{name}_head {branch.head} joins several vectors (--{name}_pairing {branch.pairing}), which no other "
             f"library does; --{name}_pairing cross and the cosine heads can be expressed"
         )
     layers = (*pooler.layers(), *shared_layers(run, branch.task), *layers)

@@ -107,13 +107,13 @@ def layer_bytes(config: BertConfig, step: Step) -> int:
 
     In fp32: the input (H), query, key and value (3 H), the heads' output (H), the input of both LayerNorms (2 H), the
     input of the feed-forward part (H), and its inner values before and after the activation (2 I). In mixed precision
-    the linear layers keep these in half precision, the LayerNorms in fp32, and query, key and value have a cast of the
-    input each. torch's dropout keeps a mask of one byte per element; ours on the CPU keeps none. Attention that is not
-    fused keeps its weights before and after dropout (2 N T), in fp32, and in mixed precision their cast.
+    the linear layers keep these in half precision, and the LayerNorms in fp32. torch's dropout keeps a mask of one byte
+    per element; ours on the CPU keeps none. Attention that is not fused keeps its weights before and after dropout
+    (2 N T), in fp32, and in mixed precision their cast.
     """
     H, inner = config.hidden_size, config.intermediate_size
     if step.half:
-        kept = HALF * ((3 + 3 + 1 + 1) * H + 2 * inner) + FLOAT * 2 * H
+        kept = HALF * ((1 + 3 + 1 + 1) * H + 2 * inner) + FLOAT * 2 * H
     else:
         kept = FLOAT * ((1 + 3 + 1 + 2 + 1) * H + 2 * inner)
     masks = 2 * H if step.on_gpu else 0

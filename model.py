@@ -5,7 +5,7 @@ What happens to a batch here, in order (`predict`):
   1. `embed`: the sentences of the batch are stacked, so that both sentences of a pair go through BERT in ONE pass, and
      BERT's embedding layer turns token ids into embeddings (R, T, H). SMART perturbs these.
   2. `vectors`: the embeddings run through BERT's layers (with the adapter, if there is one), and the task's pooler
-     makes one vector (B, H) of each sentence, or of each joined pair.
+     makes one vector (B, H) of each sentence, or of each joined pair, or of all three.
   3. `with_feature`: an input feature, such as part-of-speech tags, may be added to the vectors.
   4. `logits`: the task's head turns the vectors into logits (B, C).
 
@@ -15,7 +15,8 @@ The model is built from plain values: a `Branch` per task says which pooling, he
 go next: bert.py (the layers), heads.py (poolers and heads), adapters.py, pos.py (the feature), tasks.py (Batch and
 Output), and multitask_build.build_model, which turns flags into these values.
 
-Shapes:  B batch   R sentences of a batch: B, or 2B for bi-encoded pairs   T tokens   H hidden size   C logits of a task
+Shapes:  B batch   T tokens   H hidden size   C logits of a task
+         R sentences of a batch: B, 2B for bi-encoded pairs, 3B for both views of a pair
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -90,7 +91,7 @@ class MultitaskBERT(nn.Module):
         self.bert.requires_grad_(train_encoder and not frozen)
         self.branches = {branch.task.name: branch for branch in branches}
         for name, branch in self.branches.items():
-            if branch.task.is_pair and branch.pairing.startswith("cross"):
+            if branch.task.is_pair and branch.pairing.startswith(("cross", "both")):
                 bert.check_segments(f"--{name}_pairing {branch.pairing}", f"--{name}_pairing bi")
         H = bert.config.hidden_size
         self.poolers = nn.ModuleDict()

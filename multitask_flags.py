@@ -127,7 +127,8 @@ def _add_model(new: ArgumentParser) -> None:
         help="dropout before every head")  # fmt: skip
     add("--pairing", choices=sorted(PAIRINGS), default="bi",
         needs=(tasks_on_pairs(1), not_overridden("pairing", pairs_only=True)),
-        help="bi encodes the sentences of a pair apart, cross joins them; *_symmetric scores both orders")  # fmt: skip
+        help="bi encodes the sentences of a pair apart, cross joins them, both does both; *_symmetric scores both "
+        "orders")  # fmt: skip
     add("--symmetric", action=Switch, needs=tasks_on_pairs(1), help="score dev and test pairs in both orders")
     add(
         "--pooling",
@@ -382,10 +383,11 @@ def check_branch(branch: Branch, args: argparse.Namespace) -> None:
             raise InputError(
                 f"--{task.name}_loss {spec}: {name} compares the rows of a batch, found --batch_size 1. Use 8 or more."
             )
-        if loss.on_vectors and task.is_pair and vectors == 1:
+        if loss.on_vectors and task.is_pair and vectors != 2:
+            made = "one vector per pair" if vectors == 1 else "a third one of the joined pair"
             raise InputError(
                 f"--{task.name}_loss {spec}: {name} compares the vectors of sentences, but --{task.name}_pairing "
-                f"{branch.pairing} makes one vector per pair. Use --{task.name}_pairing bi."
+                f"{branch.pairing} makes {made}. Use --{task.name}_pairing bi."
             )
     if not any(loss.trains_head for loss in terms.values()) and not heads.HEADS[branch.head].works_untrained:
         other = f", or --{task.name}_head cosine_affine" if task.is_pair else ""

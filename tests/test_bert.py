@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from conftest import padded
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.bert.modeling_bert import BertSelfAttention as ReferenceAttention
 
 import bert
@@ -125,6 +126,69 @@ def test_padding_and_neighbors_do_not_change_a_row(attention: str) -> None:
             alone = model(ids[row : row + 1, :n], torch.ones(1, n, dtype=torch.long))
             torch.testing.assert_close(together["last_hidden_state"][row, :n], alone["last_hidden_state"][0])
             torch.testing.assert_close(together["pooler_output"][row], alone["pooler_output"][0])
+
+
+def rows_of(model: BertModel, ids: torch.Tensor, mask: torch.Tensor) -> list[int]:
+    """The number of tokens that each feed-forward layer computes."""
+    rows: list[int] = []
+    hooks = [
+        layer.interm_dense.register_forward_hook(lambda _, given, result: rows.append(given[0].numel() // 32))
+        for layer in model.bert_layers
+    ]
+    model(ids, mask)
+    for hook in hooks:
+        hook.remove()
+    return rows
+
+
+def test_padding_is_not_computed_on_a_cpu() -> None:
+    model = tiny().train()
+    ids, mask = torch.randint(1, 100, (4, 10)), torch.ones(4, 10, dtype=torch.long)
+    assert rows_of(model, ids, mask) == [40, 40]
+    mask[1, 9] = 0
+    assert rows_of(model, ids, mask) == [40, 40], "packing for one token in 40 would not pay"
+    mask[1, 5:] = mask[3, 1:] = 0
+    assert rows_of(model, ids, mask) == [32, 32], "26 real tokens, and padding up to a multiple of 16"
+    model.use_attention("written")
+    assert rows_of(model, ids, mask) == [40, 40]
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_in_training_hidden_states_without_padding_give_the_same_outputs_and_gradients(monkeypatch, checkpoint) -> None:
+    """Dropout is replaced by a function of each value alone, since its masks depend on the places of the values."""
+    monkeypatch.setattr(bert, "dropout", lambda x, p, training: x * (x.detach().mul(1e3).frac().abs() > p))
+    ids = torch.randint(1, 100, (5, 9), generator=torch.Generator().manual_seed(1))
+    mask = (torch.arange(9) < torch.tensor([9, 2, 1, 6, 3])[:, None]).long()
+    results = []
+    for packs in (True, False):
+        model = tiny().double().train()  # so that rounding cannot decide which values are dropped
+        monkeypatch.setattr(model, "saves_time", lambda *given, packs=packs: packs)
+        model.checkpoint_activations = checkpoint
+        hidden = model(ids, mask)["last_hidden_state"]
+        (hidden * mask[:, :, None] * torch.linspace(-1, 1, 32)).sum().backward()
+        results.append([hidden[mask.bool()], *(p.grad for p in model.parameters() if p.grad is not None)])
+    for packed, padded_ in zip(*results, strict=True):
+        torch.testing.assert_close(packed, padded_)
+
+
+def test_mixed_precision_casts_the_input_of_query_key_and_value_once() -> None:
+    layer = tiny().bert_layers[0].self_attention
+    hidden, mask = torch.randn(2, 6, 32), torch.zeros(2, 1, 1, 6)
+    with torch.autocast("cpu", torch.bfloat16), CountCasts(hidden.shape) as casts:
+        layer(hidden, mask)
+    assert casts.count == 1
+
+
+class CountCasts(TorchDispatchMode):
+    """Counts casts of tensors of this shape."""
+
+    def __init__(self, shape: torch.Size):
+        super().__init__()
+        self.shape, self.count = shape, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func._overloadpacket.__name__ == "_to_copy" and args[0].shape == self.shape
+        return func(*args, **kwargs or {})
 
 
 def test_segment_ids_change_the_output() -> None:

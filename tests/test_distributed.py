@@ -70,6 +70,10 @@ CASES = {
         f"multitask_classifier {TUNED} --regularizer smart+bregman --smart_variant 2 --pooling pooler --symmetric "
         "--checkpoint_activations --share_pair_layer --combiner pcgrad --pairing bi"
     ),
+    "both views of a pair": (
+        f"multitask_classifier {TUNED} --pairing both_symmetric --sts_pairing both --sts_head both --para_head both "
+        "--pooling mean"
+    ),
     "part 1": "classifier --option finetune --lr 1e-3 --hidden_dropout_prob 0 --cfimdb_batch_size 3",
     "pre-training": (
         "pretrain --objective mlm+nsp:0.5+simcse:0.1+simcse_supervised:0.1 --lr 1e-3 --mask_share 0.5 --tasks cfimdb "

@@ -164,8 +164,8 @@ TARGETS = {
 
 
 def task_for(kind: str, vectors: int, *, pair: bool | None = None) -> Task:
-    """A task that predicts this; on pairs if its head gets two vectors, or if `pair` says so."""
-    columns = STS if pair or (pair is None and vectors == 2) else SST
+    """A task that predicts this; on pairs if its head gets several vectors, or if `pair` says so."""
+    columns = STS if pair or (pair is None and vectors > 1) else SST
     return replace(columns, name=kind, predicts=TARGETS[kind])
 
 
@@ -181,9 +181,9 @@ def fits(name: str, kind: str, vectors: int, pair: bool) -> bool:
 GRID = [
     (name, kind, vectors, pair)
     for name, kind in itertools.product(sorted(HEADS), TARGETS)
-    for vectors, pair in ((1, False), (1, True), (2, True))
+    for vectors, pair in ((1, False), (1, True), (2, True), (3, True))
 ]
-FITTING = [case[:3] for case in GRID if fits(*case) and case[3] == (case[2] == 2)]
+FITTING = [case[:3] for case in GRID if fits(*case) and case[3] == (case[2] > 1)]
 REFUSED = [case for case in GRID if not fits(*case)]
 
 
@@ -196,6 +196,14 @@ def head_for(name: str, kind: str, vectors: int, dropout: float = 0.0) -> nn.Mod
     return build_head(name, H, vectors, task_for(kind, vectors), dropout)
 
 
+def moved(head: nn.Module) -> nn.Module:
+    """The head after some training: a matrix that starts at zero is random."""
+    for p in head.parameters():
+        if p.ndim > 1 and not p.any():
+            nn.init.normal_(p, std=0.1)
+    return head
+
+
 @pytest.mark.parametrize(("name", "kind", "vectors"), FITTING)
 def test_a_head_gives_one_row_of_outputs_per_pair_whatever_the_batch(name: str, kind: str, vectors: int) -> None:
     head = lively(head_for(name, kind, vectors, dropout=0.5))
@@ -206,12 +214,15 @@ def test_a_head_gives_one_row_of_outputs_per_pair_whatever_the_batch(name: str, 
     torch.testing.assert_close(head(*(v[order] for v in given)), logits[order])
 
 
-def logits_by_hand(name: str, kind: str, own: dict[str, np.ndarray], u: np.ndarray, v: np.ndarray | None) -> np.ndarray:
+def logits_by_hand(
+    name: str, kind: str, own: dict[str, np.ndarray], u: np.ndarray, v: np.ndarray | None = None, c=None
+) -> np.ndarray:
     low, high = {"number": (0, 5), "number 1-7": (1, 7)}.get(kind, (math.nan, math.nan))
     joined = {
         "siamese": lambda: [u, v, np.abs(u - v)],
         "sbert": lambda: [u, v, np.abs(u - v), u * v],
-    }.get(name, lambda: [u] if v is None else [u, v])()
+        "both": lambda: [c, np.abs(u - v), u * v],
+    }.get(name, lambda: [x for x in (u, v, c) if x is not None])()
     x = np.concatenate(joined)
     cos = lambda a, b: a @ b / math.sqrt((a @ a) * (b @ b))  # noqa: E731
     dense = lambda layer, x: own[f"{layer}.weight"] @ x + own[f"{layer}.bias"]  # noqa: E731
@@ -227,10 +238,12 @@ def logits_by_hand(name: str, kind: str, own: dict[str, np.ndarray], u: np.ndarr
         return low + (high - low) * dense("linear", x)
     if name == "siamese_cosine":
         return np.array([low + (high - low) * (cos(dense("linear", u), dense("linear", v)) + 1) / 2])
-    c = cos(u, v)
+    cosine = cos(u, v)
     if name == "cosine_affine":
-        return np.array([own["scale"] * c + own["offset"]])
-    return np.array([{"cosine": c, "cosine_relu": low + (high - low) * max(c, 0.0)}[name]])
+        return np.array([own["scale"] * cosine + own["offset"]])
+    if name == "both":
+        return own["scale"] * cosine + own["offset"] + own["linear.weight"] @ x
+    return np.array([{"cosine": cosine, "cosine_relu": low + (high - low) * max(cosine, 0.0)}[name]])
 
 
 @pytest.mark.parametrize(("name", "kind", "vectors"), FITTING)
@@ -239,13 +252,13 @@ def test_a_head_computes_its_formula(name: str, kind: str, vectors: int) -> None
     own = {n: p.detach().numpy() for n, p in head.named_parameters()}
     given = vectors_for(vectors, seed=1)
     rows = zip(*(v.numpy() for v in given), strict=True)
-    expected = [logits_by_hand(name, kind, own, *row, *[None] * (2 - vectors)) for row in rows]
+    expected = [logits_by_hand(name, kind, own, *row) for row in rows]
     np.testing.assert_allclose(head(*given).detach().numpy(), expected, atol=1e-12)
 
 
 @pytest.mark.parametrize(("name", "kind", "vectors"), FITTING)
 def test_dropout_stands_before_every_head_and_is_off_in_eval_mode(name: str, kind: str, vectors: int) -> None:
-    head = head_for(name, kind, vectors, dropout=0.5)
+    head = moved(head_for(name, kind, vectors, dropout=0.5))
     given = [v.float() for v in vectors_for(vectors, B=50)]
     assert not torch.allclose(head.train()(*given), head(*given))
     assert torch.equal(head.eval()(*given), head(*given))
@@ -259,9 +272,9 @@ def test_a_heads_mean_output_in_training_is_its_output_in_evaluation(name: str, 
     """Separate masks for two vectors would make the mean cosine 1 - p times as large (docs/PITFALLS.md, 38)."""
     torch.manual_seed(0)
     width, target = 384, TARGETS[kind]
-    head = build_head(name, width, vectors, task_for(kind, vectors), 0.3)
-    u, noise = torch.randn(2, 8, width)
-    given = (u, 0.8 * u + 0.6 * noise)[:vectors]
+    head = moved(build_head(name, width, vectors, task_for(kind, vectors), 0.3))
+    u, noise, joined = torch.randn(3, 8, width)
+    given = (u, 0.8 * u + 0.6 * noise, joined)[:vectors]
     samples = head.train()(*(v.repeat(2000, 1) for v in given)).view(2000, 8, -1)
     error = (samples.mean(dim=0) - head.eval()(*given)).abs()
     scale = target.range if isinstance(target, Number) else 2.0  # a logit of 2 is a probability of .88
@@ -270,7 +283,7 @@ def test_a_heads_mean_output_in_training_is_its_output_in_evaluation(name: str, 
 
 @pytest.mark.parametrize(("name", "kind", "vectors"), FITTING)
 def test_every_parameter_of_a_head_gets_a_gradient_in_any_precision(name: str, kind: str, vectors: int) -> None:
-    head = head_for(name, kind, vectors)
+    head = moved(head_for(name, kind, vectors))
     assert head.own_parameters is bool(list(head.parameters()))
     given = [v.float().requires_grad_() for v in vectors_for(vectors)]
     with torch.autocast("cpu", torch.bfloat16):
@@ -350,7 +363,17 @@ def test_a_head_is_refused_where_it_does_not_fit_and_the_remedy_is_named(
     elif head.needs_pair and vectors == 1:
         assert message == (
             f"--x_head {name} compares two vectors, but cross pairing makes one vector per pair. "
-            f"Use --x_head linear or mlp. Or use --{task.name}_pairing bi."
+            f"Use --x_head linear or mlp. Or use --{task.name}_pairing {'both' if name == 'both' else 'bi'}."
+        )
+    elif name == "both" and vectors == 2:
+        assert message == (
+            "--x_head both needs the joined pair as well, but bi pairing encodes the two sentences only. "
+            f"Use --{task.name}_pairing both, or --x_head cosine_affine."
+        )
+    elif head.needs_pair and name != "both" and vectors == 3:
+        assert message == (
+            f"--x_head {name} compares two vectors, but both pairing makes three. Use --x_head both, or "
+            f"--{task.name}_pairing bi."
         )
     else:
         nouns = {"category": "category", "probability": "probability"}
@@ -368,10 +391,18 @@ def test_which_heads_fit_what() -> None:
     assert found == {
         **dict.fromkeys(("linear", "mlp", "siamese", "sbert"), every),
         **dict.fromkeys(("cosine", "cosine_relu", "siamese_cosine", "sigmoid", "scaled_linear"), numbers),
-        "cosine_affine": numbers | {"probability"},
+        **dict.fromkeys(("cosine_affine", "both"), numbers | {"probability"}),
     }
     for_one_vector = {name for name, _, vectors in FITTING if vectors == 1}
     assert for_one_vector == {name for name, head in HEADS.items() if not head.needs_pair}
+    for_three = {name for name, _, vectors in FITTING if vectors == 3}
+    assert for_three == for_one_vector | {"both"}
+
+
+def test_both_starts_as_cosine_affine() -> None:
+    u, v, c = (x.float() for x in vectors_for(3))
+    both, affine = (head_for(name, "probability", n) for name, n in (("both", 3), ("cosine_affine", 2)))
+    assert torch.equal(both(u, v, c), affine(u, v))
 
 
 def test_every_task_has_a_default_head_that_fits_it() -> None:

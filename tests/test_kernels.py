@@ -1,5 +1,6 @@
 """Compare the compiled loops with stock torch and NumPy, and test the dropout masks statistically."""
 
+import gc
 import math
 from collections import Counter
 from collections.abc import Callable
@@ -170,6 +171,15 @@ def test_dropout_accepts_strided_input_and_other_dtypes() -> None:
     assert kernels.dropout(torch.ones(4, dtype=torch.bfloat16), 0.5, True).dtype == torch.bfloat16
 
 
+def test_dropout_in_bfloat16_has_the_mask_of_float32_and_rounds_like_torch(monkeypatch) -> None:
+    monkeypatch.setattr(F, "dropout", None)  # not used
+    values = torch.randn(100_000, generator=torch.Generator().manual_seed(0)) * 10.0 ** torch.linspace(-38, 38, 100_000)
+    x = torch.cat([values.bfloat16(), torch.tensor([math.inf, -math.inf, math.nan]).bfloat16()])
+    actual, expected = (kernels._Dropout.apply(y, 0.3, 5) for y in (x, x.float()))
+    torch.testing.assert_close(actual, expected.bfloat16(), atol=0, rtol=0, equal_nan=True)
+    assert (actual == 0).float().mean().item() == pytest.approx(0.3, abs=0.01)
+
+
 def test_dropout_of_a_strided_input_equals_that_of_its_contiguous_copy(monkeypatch) -> None:
     def forbidden(*args: object) -> None:
         raise AssertionError("did not use the compiled loop")
@@ -228,6 +238,77 @@ def test_lookup_without_the_compiled_loops_gives_the_padding_row_no_gradient(kin
     actual.sum().backward()
     counts = torch.tensor([0, 1, 0, 3, 0, 0, 0, 0, 0, 1], dtype=weight.dtype)  # occurrences of each row, except padding
     assert torch.equal(weight.grad, counts[:, None].expand(10, 6))
+
+
+def test_lookup_reuses_the_memory_of_a_gradient_that_nothing_refers_to() -> None:
+    weight = torch.randn(50, 6).requires_grad_()
+
+    def gradient(*ids: int) -> torch.Tensor:
+        (found,) = torch.autograd.grad(kernels.lookup(weight, torch.tensor([ids]), 0).sum(), weight)
+        return found
+
+    first = gradient(3, 4)
+    second = gradient(5)
+    assert first.data_ptr() != second.data_ptr(), "the first is still in use"
+    first.fill_(7)  # as clipping or gradient surgery may write to it
+    place = first.data_ptr()
+    del first
+    third = gradient(6, 6)
+    assert third.data_ptr() == place
+    assert third[6].eq(2).all()
+    assert third.count_nonzero() == 6, "nothing of the first gradient is left"
+    assert second.count_nonzero() == 6
+
+
+def test_lookup_keeps_no_memory_of_a_model_that_is_gone() -> None:
+    weight = torch.randn(50, 6).requires_grad_()
+    torch.autograd.grad(kernels.lookup(weight, torch.tensor([[3]]), 0).sum(), weight)
+    assert weight in kernels._zeros_of
+    before = len(kernels._zeros_of)
+    del weight
+    gc.collect()
+    assert len(kernels._zeros_of) < before
+
+
+# --- gelu -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-3, 1.0, 4.0, 30.0])
+def test_gelu_and_its_gradient_equal_float64(scale: float) -> None:
+    x = (scale * torch.linspace(-3, 3, 20_001)).requires_grad_()
+    grad = torch.randn(len(x), generator=torch.Generator().manual_seed(0))
+    exact = x.detach().double().requires_grad_()
+    expected = F.gelu(exact)
+    expected.backward(grad.double())
+    actual = kernels.gelu(x)
+    actual.backward(grad)
+    torch.testing.assert_close(actual.double(), expected, atol=1e-6 * scale, rtol=1e-6)
+    torch.testing.assert_close(x.grad.double(), exact.grad, atol=1e-6, rtol=1e-6)
+
+
+def test_gelu_in_bfloat16_is_the_rounded_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.linspace(-6, 6, 10_001).bfloat16().requires_grad_()
+    grad = torch.randn(len(x), generator=torch.Generator().manual_seed(0)).bfloat16()
+    in_float32 = x.detach().float().requires_grad_()
+    monkeypatch.setattr(F, "gelu", None)  # not used
+    for value, factor in ((x, grad), (in_float32, grad.float())):
+        kernels.gelu(value).backward(factor)
+    assert torch.equal(kernels.gelu(x), kernels.gelu(in_float32).bfloat16())
+    assert torch.equal(x.grad, in_float32.grad.bfloat16())
+
+
+def test_gelu_of_extreme_values() -> None:
+    x = torch.tensor([math.inf, -math.inf, math.nan, 0.0, 1e38, -1e38, 4e-45])
+    expected = torch.tensor([math.inf, math.nan, math.nan, 0.0, 1e38, 0.0, 2e-45])
+    torch.testing.assert_close(kernels.gelu(x), expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("how", TRANSFORMS)
+@pytest.mark.filterwarnings("ignore")  # torch.jit is deprecated
+def test_gelu_of_a_traced_or_transformed_program_is_torchs(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_loops", None)
+    # TRANSFORMS look for "dropout"
+    assert "dropout" in TRANSFORMS[how](lambda x: F.dropout(kernels.gelu(x)), torch.ones(3, 4))
 
 
 def random_vectors(K: int, n: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:

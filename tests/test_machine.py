@@ -24,6 +24,7 @@ import multitask_classifier
 import pretrain
 import training
 import utils
+from bert import BertModel
 from checkpoints import load_state, save_state
 from datasets import Split
 from readers import Examples
@@ -419,11 +420,18 @@ def test_a_step_waits_for_the_gpu_only_where_the_loss_scaler_has_to(
     precision: str, waits: int, flags: list[str], bench: Start
 ):
     one = bench("--precision", precision, *flags)
+    one.model.bert.packs = False  # on a GPU it never does: see the next test
     step = [one.draw(0, 1, 2)]
     one.trainer.update(step, EpochRecord(one.trainer.targets), 1)  # the optimizer's first step
     with Operations() as counted:
         one.trainer.update(step, EpochRecord(one.trainer.targets), 2)
     assert len(counted.waits) == waits, counted.waits
+
+
+def test_whether_there_is_padding_is_asked_on_a_cpu_only():
+    hidden, mask = torch.randn(2, 4, 8), torch.tensor([[1, 1, 1, 1], [1, 0, 0, 0]])
+    assert BertModel.saves_time(hidden, mask)
+    assert not BertModel.saves_time(hidden.to("meta"), mask.to("meta")), "a value of a meta tensor cannot be read"
 
 
 def test_losses_are_checked_by_one_transfer_every_20_steps(bench: Start, monkeypatch: pytest.MonkeyPatch):

@@ -20,7 +20,7 @@ from tasks import PARA, SST, STS
 FOLDER = ROOT / "recipes"
 README = (FOLDER / "README.md").read_text(encoding="utf-8")
 # These, and all recipes in minilm/ and extensions/, name their model.
-OUR_OWN = {"quickstart", "best", "classifier-quickstart", "classifier-minilm-finetune"}
+OUR_OWN = {"quickstart", "best", "fast", "classifier-quickstart", "classifier-minilm-finetune"}
 # The rows of the papers' tables, by the name of their recipe. Every row must have one.
 ROWS = [
     "parts/baseline-last-linear", "parts/baseline-full", "parts/pos", "parts/siamese", "parts/combined",

@@ -517,8 +517,8 @@ def test_half_precision_trains_with_pcgrad_and_smart(
         assert line["losses"] == {task: pytest.approx(loss, rel=0.05) for task, loss in wanted["losses"].items()}
         assert all(0 <= penalty < 1 for penalty in line["penalties"].values())
         assert line["gradients"].keys() == wanted["gradients"].keys()
-        for name in ("norm sst", "norm para", "norm sts"):  # without the scaler's factor
-            assert line["gradients"][name] == pytest.approx(wanted["gradients"][name], rel=0.2)
+        for name in ("norm sst", "norm para", "norm sts"):  # without the scaler's factor; fp16 has other dropout masks
+            assert line["gradients"][name] == pytest.approx(wanted["gradients"][name], rel=0.5)
     assert not same(half.weights(), full.weights())
     assert {t.dtype for t in half.weights().values()} == {torch.float32}
     assert all(tensor.isfinite().all() for tensor in half.weights().values())
@@ -557,6 +557,8 @@ NEEDED = {
     # two rows of sts train, with low similarities
     "--sts_loss mse+mnrl": ["--mnrl_threshold", "0"],
     "--sts_loss mnrl_head": ["--mnrl_threshold", "0"],
+    "--para_head both": ["--para_pairing", "both"],
+    "--sts_head both": ["--sts_pairing", "both"],
 }
 SEAMS = {
     "--sampler": (SAMPLERS, "round_robin"),
@@ -572,7 +574,7 @@ SEAMS = {
 
 def head_fits(name: str, task: Task) -> bool:
     try:
-        check_head(name, task, 1 + task.is_pair)
+        check_head(name, task, 1 + task.is_pair + HEADS[name].needs_joined)
         return True
     except InputError:
         return False
