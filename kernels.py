@@ -128,13 +128,19 @@ class _Zeros:
         self.arrays: list[np.ndarray] = []
 
     def take(self, shape: torch.Size) -> Tensor:
-        for array in self.arrays:
-            if sys.getrefcount(array) == 3:  # the list, the loop's name and the argument: no gradient uses it
-                return torch.from_numpy(array).zero_()
+        for i in range(len(self.arrays)):
+            if _references(self.arrays, i) == _UNUSED:
+                return torch.from_numpy(self.arrays[i]).zero_()
         self.arrays.append(np.zeros(shape, dtype=np.float32))
         return torch.from_numpy(self.arrays[-1])
 
 
+def _references(arrays: list[np.ndarray], i: int) -> int:
+    """The number of references to an array, including the list's; a tensor of its memory is one."""
+    return sys.getrefcount(arrays[i])
+
+
+_UNUSED = _references([np.zeros(1)], 0)  # that of an array in a list only, which depends on the version of Python
 _zeros_of = WeakTensorKeyDictionary()
 
 

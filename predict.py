@@ -302,13 +302,17 @@ def check_text(sentence: str) -> None:
         raise InputError(f"a sentence must be UTF-8 text, found {sentence!r:.80}. Set the terminal to UTF-8.")
 
 
-def ask(prompt: str) -> str:
-    """A line that the user types; with the terminal's own streams, so that the line can be edited."""
+def ask(prompt: str) -> str | None:
+    """A line that the user types, or None at the end of the input.
+
+    With the terminal's own streams, so that the line can be edited.
+    """
     terminal = getattr(sys.stdout, "stream", sys.stdout)
     with contextlib.redirect_stdout(terminal), contextlib.suppress(ImportError):
         import readline  # noqa: F401  input() uses it once it is imported
-    with contextlib.redirect_stdout(terminal):
+    with contextlib.redirect_stdout(terminal), contextlib.suppress(EOFError):
         return input(prompt)
+    return None
 
 
 def converse(run: TrainedRun, args: argparse.Namespace) -> None:
@@ -317,13 +321,16 @@ def converse(run: TrainedRun, args: argparse.Namespace) -> None:
     on_one, on_two = (tasks_on(run, args.tasks, count) for count in (1, 2))
     print(f"{run.folder}: {', '.join(task.name for task in of_names(run, args.tasks))}. End with Ctrl-D.")
     second = "second sentence, or Enter for none> " if on_one else "second sentence> "
-    with contextlib.suppress(EOFError):
-        while True:
-            sentences = [ask("sentence> ")]
-            if on_two and sentences[0].strip():
-                sentences += [other] if (other := ask(second)).strip() or not on_one else []
-            if sentences[0].strip():
-                show(run, on_two if len(sentences) == len(TWO_SENTENCES) else on_one, tuple(sentences))
+    while (first := ask("sentence> ")) is not None:
+        if not first.strip():
+            continue
+        other = ask(second) if on_two else ""
+        if (other or "").strip() or (other is not None and not on_one):
+            show(run, on_two, (first, other))
+        elif on_one:
+            show(run, on_one, (first,))
+        if other is None:
+            break
     print()
 
 
@@ -357,7 +364,7 @@ def get_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--format", choices=list(FORMATS), needs=reads_file,
         help="how --file is written (default: by its suffix, .tsv, .csv or .jsonl, else text)")  # fmt: skip
     add("--vectors", type=Path, needs=reads_file, metavar="PATH",
-        help=".npy file for the vectors of one task: (rows, H), or (rows, 2, H) for pairs encoded apart")  # fmt: skip
+        help=".npy file for the vectors of one task: (rows, H), or (rows, N, H) with N texts a row")  # fmt: skip
     add("--interactive", action=Switch, needs=ALWAYS, help="ask for sentences")
     add = parser.section("how")
     add("--batch_size", type=number(int, 1, 4096), default=32, needs=reads_file, metavar="N", help="rows per pass")
@@ -392,6 +399,8 @@ def validate(args: argparse.Namespace) -> None:
             raise InputError(f"--{flag} {path}: must be outside the run, which is only read. Choose another path.")
         if args.file.resolve() == path.resolve():
             raise InputError(f"--{flag} {path}: must be another file than --file, which it would overwrite.")
+    if args.vectors is not None and args.vectors.suffix != ".npy":
+        raise InputError(f"--vectors {args.vectors}: must end in .npy, the format that is written.")
     if args.out is not None and args.vectors is not None and args.out.resolve() == args.vectors.resolve():
         raise InputError(f"--vectors {args.vectors}: must be another file than --out. Choose another path.")
 

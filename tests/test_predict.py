@@ -317,6 +317,13 @@ def test_a_conversation_takes_sentences_and_pairs_until_the_input_ends(run_of, a
     ]
 
 
+def test_a_conversation_that_ends_before_the_second_sentence_answers_the_first(run_of, ask) -> None:
+    done = ask(run_of("bi"), "--interactive", given=b"Good .\n")
+    assert (done.status, done.out.count("  sst: "), done.out.count("  sts: ")) == (0, 1, 0)
+    done = ask(run_of("bi"), "--interactive", "--tasks", "sts", given=b"Good .\n")
+    assert (done.status, done.out.count("  sts: ")) == (0, 0)
+
+
 # --- mistakes ---------------------------------------------------------------------------------------------------------
 
 BAD_FILES = {
@@ -384,6 +391,7 @@ BAD_FLAGS = {
     "--file nowhere.txt": "--file nowhere.txt: cannot be read; No such file or directory",
     "--file . --format text": "Is a directory",
     "--file - --tasks para": "para needs a column sentence1 and a column sentence2, found sentence",
+    "--file - --vectors v.txt": "--vectors v.txt: must end in .npy",
     "a --formt tsv": "unknown flag --formt. Did you mean --format?",
 }
 
