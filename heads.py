@@ -374,8 +374,8 @@ class Both(CosineAffine):
     """a cos(u, v) + b + W [c; |u - v|; u * v]: u and v are the vectors of the two sentences, c of the joined pair.
 
     Any real number. Both views of a pair: the cosine, which a sentence encoder was trained for, and attention between
-    the sentences. W starts at zero, so training starts from cosine_affine. Dropout acts on the input of W only. An
-    encoder's pass takes about twice as long as that of bi or cross pairing.
+    the sentences. W starts at zero, so training starts from cosine_affine. Dropout acts on the input of W only. The
+    encoder sees twice as many tokens as with bi or cross pairing.
     """
 
     needs_joined = True
