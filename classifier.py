@@ -310,7 +310,7 @@ model_eval, model_test_eval = evaluation.model_eval, evaluation.model_test_eval
 def load_data(filename: str | Path, flag: str = "train") -> Any:
     """Rows (sentence, label, id), with the number of labels if flag is "train"; rows (sentence, id) if it is "test"."""
     examples = read_examples(SST, [Path(filename)], labeled=flag != "test")
-    report_skipped(examples, str(filename))
+    report_skipped(examples.skipped, len(examples), str(filename))
     print(f"load {len(examples)} data from {filename}")
     if flag == "test":
         return list(zip(*examples.texts, examples.ids, strict=True))

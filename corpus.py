@@ -51,7 +51,7 @@ def task_documents(task: Task, path: Path, strict: bool) -> Documents:
     but neither follows the other.
     """
     examples = read_examples(task, [path], labeled=False, strict=strict, repeated_ids=True)
-    report_skipped(examples, str(path))
+    report_skipped(examples.skipped, len(examples), str(path))
     if not task.is_pair:
         documents = map(split_sentences, examples.texts[0])
     else:
@@ -136,7 +136,7 @@ def read_nli_pairs(paths: list[Path]) -> LabeledPairs:
 def read_paraphrases(path: Path, strict: bool) -> LabeledPairs:
     """Pairs labeled as paraphrases, and for each text the texts labeled as no paraphrase of it."""
     examples = read_examples(PARA, [path], labeled=True, strict=strict, repeated_ids=True)
-    report_skipped(examples, str(path))
+    report_skipped(examples.skipped, len(examples), str(path))
     positives, negatives = [], {}
     for first, second, label in zip(*examples.texts, examples.labels, strict=True):
         if label:

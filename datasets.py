@@ -10,7 +10,7 @@ import dataclasses
 import hashlib
 import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Self
@@ -22,7 +22,7 @@ from torch.utils.data import Dataset
 
 import audit
 from console import doing
-from readers import Examples, read_examples, report_skipped
+from readers import Examples, example_chunks, read_examples, report_skipped
 from tasks import PARA, SST, STS, Batch, BatchSize, Encoded, Task, Tokens
 from tokenizer import BertTokenizer
 from utils import InputError, run_script, warn
@@ -30,7 +30,7 @@ from utils import InputError, run_script, warn
 # --- examples -> token ids, once --------------------------------------------------------------------------------------
 
 
-CHUNK = 2_000  # rows tokenized at a time: the tokenizer's own objects, far larger than ids, never exist for all rows
+CHUNK = 2_000  # rows read and tokenized at a time: texts and the tokenizer's objects, far larger than ids, come and go
 
 
 def _tokenize_chunk(tokenizer: BertTokenizer, sentences: list[str], pairs: list[str] | None) -> tuple[Tensor, ...]:
@@ -44,7 +44,8 @@ def _tokenize_chunk(tokenizer: BertTokenizer, sentences: list[str], pairs: list[
 
     truncated = torch.tensor([bool(e.overflowing) for e in encoded])
     tags = tokenizer.tags(encoded, sentences, pairs)
-    columns = concatenate("ids", np.int32), concatenate("type_ids", np.uint8), torch.tensor(lengths), truncated
+    number = np.int16 if len(tokenizer.vocabulary) <= 2**15 else np.int32
+    columns = concatenate("ids", number), concatenate("type_ids", np.uint8), torch.tensor(lengths), truncated
     return columns if tags is None else (*columns, tags)
 
 
@@ -66,6 +67,16 @@ class Ragged(NamedTuple):
         ]
         token_ids, token_type_ids, lengths, truncated, *pos_ids = map(torch.cat, zip(*chunks, strict=True))
         return cls(token_ids, token_type_ids, lengths, lengths.cumsum(0) - lengths, truncated, *pos_ids)
+
+    @classmethod
+    def join(cls, parts: Sequence[Self]) -> Self:
+        """The rows of all parts, in order."""
+        token_ids, token_type_ids, lengths, truncated = (
+            torch.cat([getattr(part, name) for part in parts])
+            for name in ("token_ids", "token_type_ids", "lengths", "truncated")
+        )
+        pos_ids = None if parts[0].pos_ids is None else torch.cat([part.pos_ids for part in parts])
+        return cls(token_ids, token_type_ids, lengths, lengths.cumsum(0) - lengths, truncated, pos_ids)
 
     def pad(self, rows: Tensor, padding_id: int) -> Encoded:
         """These rows as one batch, padded to the longest of them."""
@@ -200,6 +211,14 @@ class Split:
         columns = pairing.tokenize(tokenizer, examples.texts)
         labels = None if examples.labels is None else torch.tensor(examples.labels)
         return cls(examples.task, examples.ids, columns, labels, tokenizer.pad_token_id, pairing.views)
+
+    @classmethod
+    def join(cls, parts: Sequence[Self]) -> Self:
+        """The rows of all parts, which were just tokenized alike, in order."""
+        columns = tuple(Ragged.join(column) for column in zip(*(part.columns for part in parts), strict=True))
+        labels = None if parts[0].labels is None else torch.cat([part.labels for part in parts])
+        ids = [identifier for part in parts for identifier in part.ids]
+        return dataclasses.replace(parts[0], ids=ids, columns=columns, labels=labels)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -389,14 +408,19 @@ def read_split(
     """Read and tokenize the files, and report what was skipped or truncated."""
     names = ", ".join(map(str, paths))
     with doing(f"reading {task.name}: {names}"):
-        examples = read_examples(task, paths, labeled=labeled, strict=strict, repeated_ids=repeated_ids)
-        report_skipped(examples, names)
-        if labeled and len(set(examples.labels)) < 2:
+        parts, skipped = [], []
+        size = CHUNK if tokenizer.reads_parts else None
+        for examples in example_chunks(task, paths, size, labeled=labeled, strict=strict, repeated_ids=repeated_ids):
+            skipped += examples.skipped
+            if len(examples):
+                parts.append(Split.tokenize(examples, tokenizer, pairing))
+        split = Split.join(parts)
+        report_skipped(skipped, len(split), names)
+        if labeled and split.labels.unique().numel() < 2:
             raise InputError(
-                f"{names}: needs rows with at least two different labels, found {len(examples)} "
-                f"row{'s' * (len(examples) > 1)}, all labeled {examples.labels[0]}. There is nothing to learn from it."
+                f"{names}: needs rows with at least two different labels, found {len(split)} "
+                f"row{'s' * (len(split) > 1)}, all labeled {split.labels[0].item()}. There is nothing to learn from it."
             )
-        split = Split.tokenize(examples, tokenizer, pairing)
     if split.truncated:
         limit = tokenizer.max_length
         warn(f"{names}: {split.truncated} of {len(split)} rows are longer than {limit} tokens and were truncated.")

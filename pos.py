@@ -256,6 +256,8 @@ class PosTagger:
 class TaggingTokenizer(BertTokenizer):
     """A tokenizer whose encodings come with part-of-speech tags."""
 
+    reads_parts = False  # the tags of a data set are stored in one file
+
     def __init__(self, tokenizer: BertTokenizer, tagger: PosTagger):
         super().__init__(
             tokenizer.vocabulary,

@@ -39,6 +39,17 @@ class Examples:
     labels: list[int | float] | None = None  # None for a test file
     skipped: list[str] = field(default_factory=list)  # the reasons, one line per row
 
+    @classmethod
+    def empty(cls, task: Task, labeled: bool) -> "Examples":
+        return cls(task, texts=tuple([] for _ in task.text_columns), labels=[] if labeled else None)
+
+    def add(self, row: "Row") -> None:
+        self.ids.append(row.id)
+        for column, text in zip(self.texts, row.texts, strict=True):
+            column.append(text)
+        if self.labels is not None:
+            self.labels.append(row.label)
+
     def __len__(self) -> int:
         return len(self.ids)
 
@@ -59,41 +70,65 @@ def read_examples(
     error. Anything else that breaks the format is an error, since a wrong label would train the model on nonsense.
     repeated_ids: ids need not be unique, as in training files from elsewhere, where nothing is looked up by id.
     """
-    examples = Examples(task, texts=tuple([] for _ in task.text_columns), labels=[] if labeled else None)
-    places: dict[str, str] = {}
-    for reader, path in [reader_of(task, path) for path in paths]:
-        for row in reader.read(task, path, labeled):
-            if isinstance(row, str):
-                if strict:
-                    raise InputError(f"{row}. Fix the row, or leave out --strict_data to skip it.")
-                examples.skipped.append(row)
-                continue
-            if row.id in places and not repeated_ids:
-                raise InputError(
-                    f"{row.place}: ids must be unique, {row.id!r} appears in {places[row.id]} too. Remove one, or "
-                    "allow repeated ids in training files with --repeated_ids."
-                )
-            places[row.id] = row.place
-            examples.ids.append(row.id)
-            for column, text in zip(examples.texts, row.texts, strict=True):
-                column.append(text)
-            if examples.labels is not None:
-                examples.labels.append(row.label)
-    if not len(examples):
-        why = f"; {len(examples.skipped)} skipped, the first: {examples.skipped[0]}" if examples.skipped else ""
+    (examples,) = example_chunks(task, paths, None, labeled=labeled, strict=strict, repeated_ids=repeated_ids)
+    return examples
+
+
+def example_chunks(
+    task: Task,
+    paths: list[Path],
+    size: int | None,
+    *,
+    labeled: bool,
+    strict: bool = False,
+    repeated_ids: bool = False,
+) -> Iterator[Examples]:
+    """Read the files as `read_examples` does, this many rows at a time; None: all rows in one piece.
+
+    So the texts of a large file need not be in memory together. A row that was skipped is in the piece after it.
+    """
+    ids: set[str] = set()
+    piece = Examples.empty(task, labeled)
+    skipped: list[str] = []
+    for row in _rows(task, paths, labeled):
+        if isinstance(row, str):
+            if strict:
+                raise InputError(f"{row}. Fix the row, or leave out --strict_data to skip it.")
+            skipped.append(row)
+            piece.skipped.append(row)
+            continue
+        if row.id in ids and not repeated_ids:
+            first = next(r.place for r in _rows(task, paths, labeled) if not isinstance(r, str) and r.id == row.id)
+            raise InputError(
+                f"{row.place}: ids must be unique, {row.id!r} appears in {first} too. Remove one, or allow repeated "
+                "ids in training files with --repeated_ids."
+            )
+        ids.add(row.id)
+        piece.add(row)
+        if len(piece) == size:
+            yield piece
+            piece = Examples.empty(task, labeled)
+    if not ids:
+        why = f"; {len(skipped)} skipped, the first: {skipped[0]}" if skipped else ""
         names = ", ".join(map(str, paths))
         raise InputError(f"{names}: no usable row{why}. A data file needs a header and at least one row.")
-    return examples
+    if len(piece) or piece.skipped:
+        yield piece
+
+
+def _rows(task: Task, paths: list[Path], labeled: bool) -> Iterator["Row | str"]:
+    for reader, path in [reader_of(task, path) for path in paths]:
+        yield from reader.read(task, path, labeled)
 
 
 SKIPPED_SHOWN = 5  # rows named one by one; SNLI has hundreds without a gold label
 
 
-def report_skipped(examples: Examples, names: str) -> None:
-    total = len(examples) + len(examples.skipped)
-    for row in examples.skipped[:SKIPPED_SHOWN]:
-        warn(f"{row}. Skipped ({len(examples.skipped)} of {total} rows skipped; --strict_data stops instead).")
-    if (more := len(examples.skipped) - SKIPPED_SHOWN) > 0:
+def report_skipped(skipped: list[str], used: int, names: str) -> None:
+    """Name the first rows that were skipped. used: the number of rows that were not. names: of the files."""
+    for row in skipped[:SKIPPED_SHOWN]:
+        warn(f"{row}. Skipped ({len(skipped)} of {used + len(skipped)} rows skipped; --strict_data stops instead).")
+    if (more := len(skipped) - SKIPPED_SHOWN) > 0:
         warn(f"{names}: {more} more rows skipped; --strict_data stops at the first.")
 
 

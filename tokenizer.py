@@ -70,6 +70,8 @@ class BatchEncoding(dict):
 class BertTokenizer:
     """Text -> `[CLS] a [SEP]` or `[CLS] a [SEP] b [SEP]`, at most max_length tokens; the longer side is cut first."""
 
+    reads_parts: ClassVar[bool] = True  # whether a data set may be encoded a part at a time
+
     def __init__(
         self,
         vocabulary: list[str],
@@ -149,7 +151,7 @@ class BertTokenizer:
     # Two hooks for a tokenizer that also tags parts of speech (pos.TaggingTokenizer); a plain one does nothing.
 
     def prepare(self, columns: Iterable[list[str]]) -> None:
-        """Called with all texts of a data set before they are encoded."""
+        """Called with all texts of a data set before they are encoded, or with a part of them; see reads_parts."""
 
     def tags(self, encoded: list[tokenizers.Encoding], sentences: list[str], pairs: list[str] | None) -> Tensor | None:
         """A tag for every token of the encodings, concatenated; None if there are none."""

@@ -507,7 +507,59 @@ def test_rows_are_tokenized_a_chunk_at_a_time(pairs: bool, tiny_checkpoint: Path
     assert found.lengths.tolist() == [len(e.ids) for e in wanted]
     assert found.starts.tolist() == [sum(len(e.ids) for e in wanted[:r]) for r in range(53)]
     assert found.truncated.tolist() == [bool(e.overflowing) for e in wanted]
-    assert (found.token_ids.dtype, found.token_type_ids.dtype) == (torch.int32, torch.uint8)
+    assert (found.token_ids.dtype, found.token_type_ids.dtype) == (torch.int16, torch.uint8)
+
+
+def test_token_ids_above_32767_are_stored_as_they_are(tiny_checkpoint: Path):
+    plain = BertTokenizer.from_pretrained(str(tiny_checkpoint))
+    large = BertTokenizer([*plain.vocabulary, *(f"unused{i}" for i in range(40_000)), "zyzzyva"])
+    found = Ragged.tokenize(large, ["zyzzyva"])
+    assert found.token_ids.tolist()[1] == len(large.vocabulary) - 1 > 2**16
+    assert found.pad(torch.tensor([0]), 0).token_ids.tolist() == [large.encode_all(["zyzzyva"], None)[0].ids]
+
+
+@pytest.mark.parametrize("pairing", ["bi", "cross", "both"])
+def test_a_file_that_is_read_a_chunk_at_a_time_gives_the_same_split(
+    pairing: str, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+):
+    path, tokenizer = tmp_path / "sts.csv", BertTokenizer.from_pretrained(str(tiny_checkpoint), max_length=6)
+    good = [f"{i}\tid{i}\ta {'b ' * (i % 5)}\tc {i}\t{i % 6}.0" for i in range(30)]
+    path.write_text("\n".join(["\tid\tsentence1\tsentence2\tsimilarity", *good[:7], "x\tbad\ta\tb\t", *good[7:],
+                               "x\tworse\ta\tb\t"]) + "\n")  # fmt: skip
+    most, found = [], []
+    tokenize = datasets.Split.tokenize.__func__
+
+    def watched(cls: type, examples: object, *rest: object) -> object:
+        most.append(len(examples))
+        return tokenize(cls, examples, *rest)
+
+    monkeypatch.setattr(datasets.Split, "tokenize", classmethod(watched))
+    for chunk in (1000, 10):
+        monkeypatch.setattr(datasets, "CHUNK", chunk)
+        found.append(datasets.read_split(STS, [path], tokenizer, datasets.PAIRINGS[pairing], labeled=True))
+    assert most == [30, 10, 10, 10]
+    notes = capsys.readouterr().err.splitlines()
+    assert len(notes) == 6
+    assert notes[:3] == notes[3:]
+    assert "(2 of 32 rows skipped" in notes[0]
+    assert "longer than 6 tokens" in notes[2]
+    whole, joined = found
+    assert (joined.ids, joined.views, joined.padding_id) == (whole.ids, whole.views, whole.padding_id)
+    assert torch.equal(joined.labels, whole.labels)
+    for a, b in zip(whole.columns, joined.columns, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True) if x is not None or y is not None)
+
+
+def test_an_id_that_is_repeated_in_another_chunk_is_refused_with_both_places(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path, tokenizer = tmp_path / "sst.csv", BertTokenizer.from_pretrained(str(tiny_checkpoint))
+    rows = [f"{i}\tid{i % 25}\tfine\t{i % 5}" for i in range(26)]
+    path.write_text("\n".join(["\tid\tsentence\tsentiment", *rows]) + "\n")
+    monkeypatch.setattr(datasets, "CHUNK", 10)
+    with pytest.raises(InputError, match=r"sst.csv line 27: ids must be unique, 'id0' appears in .*sst.csv line 2 too"):
+        datasets.read_split(SST, [path], tokenizer, labeled=True)
+    assert len(datasets.read_split(SST, [path], tokenizer, labeled=True, repeated_ids=True)) == 26
 
 
 READ_ALL = """
