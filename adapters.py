@@ -1,4 +1,4 @@
-"""Adapters that are added to the layers of an encoder when the model is built: PALs, LoRA, mixout.
+"""Adapters that change the layers of an encoder when the model is built: PALs, LoRA, mixout, own layers.
 
 BERT's code is not changed: an adapter says which layers a task's batch runs through, and owns its weights.
 
@@ -7,6 +7,7 @@ Shapes:  B batch   T tokens   H hidden size   N attention heads   d width of a P
 
 import argparse
 import contextlib
+import copy
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -285,7 +286,63 @@ class Mixout(Adapter):
         return " | adapter mixout: no parameters"
 
 
-ADAPTERS: dict[str, type[Adapter]] = {"none": Adapter, "pal": PAL, "lora": LoRA, "mixout": Mixout}
+# --- own layers -------------------------------------------------------------------------------------------------------
+
+
+class TaskLayers(nn.Module):
+    """A task's copies of the encoder's last n layers, under the numbers that the layers have there."""
+
+    def __init__(self, bert: BertModel, n: int):
+        super().__init__()
+        numbered = list(enumerate(bert.bert_layers))[-n:]
+        # The name tells the optimizer that these are layers of the encoder, with the encoder's learning rate.
+        self.bert_layers = nn.ModuleDict({str(number): copy.deepcopy(layer) for number, layer in numbered})
+
+
+class OwnLayers(Adapter):
+    """Every task has its own copy of the encoder's last n layers and shares the layers below.
+
+    Tasks that need different things of a sentence conflict most in the layers near the heads. This is hard parameter
+    sharing with a branch per task (Caruana 1997; Ruder 2017, arXiv:1706.05098, section 3.1). A pass takes as long as
+    without it. The layers that were copied remain in the weights file with their pre-trained weights, unused.
+    """
+
+    own_parameters, shared, plain_encoder = True, False, False
+    settings: ClassVar = {"n": "own_layers"}
+
+    def __init__(self, bert: BertModel, tasks: Sequence[str], n: int = 2):
+        super().__init__(bert, tasks)
+        if n > len(bert.bert_layers):
+            raise InputError(
+                f"--own_layers must be at most the number of the encoder's layers, {len(bert.bert_layers)}, found {n}. "
+                "Use a smaller number."
+            )
+        self.below = len(bert.bert_layers) - n
+        self.tasks = nn.ModuleDict({task: TaskLayers(bert, n) for task in tasks})
+        self.tasks.requires_grad_()  # also if the encoder's own weights are fixed
+        bert.bert_layers[self.below :].requires_grad_(False)
+
+    def layers(self, task: str) -> Iterable[Layer]:
+        (bert,) = self.encoder
+        return [*bert.bert_layers[: self.below], *self.tasks[task].bert_layers.values()]
+
+    def compile_layers(self) -> None:
+        (bert,) = self.encoder
+        own = (layer for layers in self.tasks.values() for layer in layers.bert_layers.values())
+        compile_all([*bert.bert_layers[: self.below], *own])
+
+    def summary(self) -> str:
+        each = next(iter(self.tasks.values()))
+        return f" | adapter own_layers: {_count(each):,} parameters for each task"
+
+
+ADAPTERS: dict[str, type[Adapter]] = {
+    "none": Adapter,
+    "pal": PAL,
+    "lora": LoRA,
+    "mixout": Mixout,
+    "own_layers": OwnLayers,
+}
 
 
 def _count(module: nn.Module) -> int:
@@ -303,7 +360,7 @@ NEEDS_OWN_PARAMETERS = Need(
 
 def add_arguments(parser: ArgumentParser) -> None:
     add = parser.section("adapters")
-    pal, lora, mixout = (chosen("--adapter", name) for name in ("pal", "lora", "mixout"))
+    pal, lora, mixout, own = (chosen("--adapter", name) for name in ("pal", "lora", "mixout", "own_layers"))
     add(
         "--adapter",
         choices=sorted(ADAPTERS),
@@ -337,6 +394,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     add("--mixout_p", type=number(float, 0, 0.99, above=True), default=0.7, needs=mixout,
         help="fraction of the weights that are replaced by pre-trained ones")  # fmt: skip
+    add("--own_layers", type=number(int, 1, 1000), default=2, needs=own,
+        help="how many of the last layers every task has for itself")  # fmt: skip
 
 
 def check_arguments(args: argparse.Namespace) -> None:

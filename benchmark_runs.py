@@ -14,8 +14,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -198,17 +200,20 @@ def _write_questions(path: Path, count: int) -> None:
             rows.writerow([row, f"{row:025x}", *texts, examples.labels[chosen]])
 
 
-def _epoch(path: Path, pipe: Connection) -> None:
-    """A worker: read, tokenize and train on a file once; answer with the seconds and the peak memory in bytes.
+SMALL = BertConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=256)
+MEMORY_ROWS = 640  # of minilm's training in which the memory is measured: 20 steps
 
-    The encoder is a small one, with two layers of 64: whatever grows with the data is then a large share of the time.
+
+def _train_on_file(path: Path, bert: Callable[[], BertModel], rows: int | None, pipe: Connection) -> None:
+    """A worker: read and tokenize a file and train on it once, or on its first rows only.
+
+    Answers with the seconds and the peak memory in bytes.
     """
     torch.set_num_threads(1)
     seed_everything(0)
     keep_freed_memory()
     tokenizer = BertTokenizer.from_pretrained("minilm")
-    small = BertConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=256)
-    model = MultitaskBERT(BertModel(small), [Branch(PARA, "mean", pairing="cross")]).train()
+    model = MultitaskBERT(bert(), [Branch(PARA, "mean", pairing="cross")]).train()
     update = AdamW(model.parameters(), lr=1e-4)
     objective = {"para": build_objective("bce", PARA, argparse.Namespace())}
     trainer = Trainer(model, objective, update, build_schedule(update, "constant", 1, 0.0), Precision("fp32", CPU))
@@ -220,23 +225,35 @@ def _epoch(path: Path, pipe: Connection) -> None:
 
     run(256)  # what a process loads once does not count
     reset_peak(CPU)
-    pipe.send((seconds(lambda: run(None)), peak_memory(CPU)))
+    pipe.send((seconds(lambda: run(rows)), peak_memory(CPU)))
+
+
+def _in_a_process(*args: Any) -> tuple[float, int]:
+    """What `_train_on_file` answers in a process of its own, with these arguments."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    worker = context.Process(target=_train_on_file, args=(*args, there), daemon=True)
+    worker.start()
+    answer = here.recv()
+    worker.join()
+    return answer
 
 
 def growth(rounds: int) -> list[Result]:
-    """Seconds per 1,000 rows, reading and tokenizing included, and the peak memory (MB where the table says ms)."""
-    context = multiprocessing.get_context("spawn")
+    """Seconds per 1,000 rows, reading and tokenizing included, and the peak memory (MB where the table says ms).
+
+    The time is that of a small encoder, so that whatever grows with the data is a large share of it. The memory is that
+    of training minilm.
+    """
     per_thousand: dict[int, list[float]] = {rows: [] for rows in GROWTH_ROWS}
     peaks: dict[int, list[float]] = {rows: [] for rows in GROWTH_ROWS}
     with tempfile.TemporaryDirectory() as folder:
-        for rows in GROWTH_ROWS:
-            _write_questions(Path(folder) / f"{rows}.csv", rows)
-        for _, rows in itertools.product(range(max(3, rounds // 10)), GROWTH_ROWS):
-            here, there = context.Pipe()
-            worker = context.Process(target=_epoch, args=(Path(folder) / f"{rows}.csv", there), daemon=True)
-            worker.start()
-            spent, peak = here.recv()
-            worker.join()
+        files = {rows: Path(folder) / f"{rows}.csv" for rows in GROWTH_ROWS}
+        for rows, path in files.items():
+            _write_questions(path, rows)
+        for _, (rows, path) in itertools.product(range(max(3, rounds // 10)), files.items()):
+            spent, _ = _in_a_process(path, partial(BertModel, SMALL), None)
+            _, peak = _in_a_process(path, partial(BertModel.from_pretrained, "minilm"), MEMORY_ROWS)
             per_thousand[rows].append(1000 * spent / rows)
             peaks[rows].append(peak / 1e9)
     few, *more = GROWTH_ROWS

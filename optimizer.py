@@ -162,15 +162,15 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Group the trainable parameters by learning rate and weight decay; each belongs to exactly one group.
 
-    head_lr: the rate of everything outside the encoder `bert`. decay_matrices_only: no decay for biases and LayerNorm.
-    layer_decay: layer l of the encoder's L layers has the rate lr * layer_decay^(L - l); the embeddings count as
-    layer 0.
+    head_lr: the rate of everything outside the encoder `bert`; copies of its layers, which `own_layers` gives every
+    task, count as inside. decay_matrices_only: no decay for biases and LayerNorm. layer_decay: layer l of the encoder's
+    L layers has the rate lr * layer_decay^(L - l); the embeddings count as layer 0.
     """
     trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
     layers = max((_layer(name) or 0 for name, _ in model.named_parameters()), default=0)
     groups: dict[tuple[float, float], dict[str, Any]] = {}
     for name, p in trainable.items():
-        if name.startswith("bert."):
+        if name.startswith("bert.") or "bert_layers." in name:
             layer = _layer(name)
             rate = lr if layer is None else lr * layer_decay ** (layers - layer)
         else:

@@ -1,4 +1,4 @@
-"""Adapters: PALs against float64 NumPy, LoRA merged and unmerged, mixout's statistics; which weights each changes."""
+"""Adapters: PALs against float64 NumPy, LoRA merged and unmerged, mixout in numbers, own layers; what each changes."""
 
 import argparse
 import copy
@@ -18,7 +18,7 @@ from test_training import Bench, assert_close, rising_scores, weights_of
 from torch import Tensor, nn
 
 import multitask_classifier
-from adapters import ADAPTERS, LINEARS, PAL, LinearWithUpdate, LoRA, Mixout, MixoutLayer, build_adapter
+from adapters import ADAPTERS, LINEARS, PAL, LinearWithUpdate, LoRA, Mixout, MixoutLayer, OwnLayers, build_adapter
 from base_bert import checkpoint_state
 from bert import BertModel
 from checkpoints import restore_best, save_best
@@ -32,6 +32,7 @@ from utils import InputError
 pytestmark = pytest.mark.usefixtures("one_thread")
 TRAINED = [name for name, adapter in ADAPTERS.items() if adapter.own_parameters]
 TASKS = ("sst", "para", "sts")
+PER_TASK = [name for name in TRAINED if not ADAPTERS[name].shared]
 
 Start = Callable[..., Bench]
 
@@ -213,6 +214,7 @@ def small_bert() -> BertModel:
 
 
 GIVEN = argparse.Namespace(pal_dim=12, lora_r=3, lora_alpha=5.0, lora_on=["key", "out_dense"], mixout_p=0.4)
+GIVEN.own_layers = 1
 
 
 def test_adapters_take_values_and_the_flags_set_them() -> None:
@@ -228,6 +230,8 @@ def test_adapters_take_values_and_the_flags_set_them() -> None:
         assert lora.updates[0]["out_dense"].A.shape == (3, 64)
     for mixout in (Mixout(small_bert(), TASKS, 0.4), build_adapter_of("mixout")):
         assert [layer.p for layer in mixout.mixed] == [0.4, 0.4]
+    for own in (OwnLayers(small_bert(), TASKS, 1), build_adapter_of("own_layers")):
+        assert {task: list(layers.bert_layers) for task, layers in own.tasks.items()} == {name: ["1"] for name in TASKS}
     none = build_adapter_of("none")
     assert (type(none), list(none.parameters())) == (ADAPTERS["none"], [])
 
@@ -238,13 +242,9 @@ def build_adapter_of(name: str) -> nn.Module:
 
 def test_the_defaults_of_the_values_are_those_of_the_flags() -> None:
     args = multitask_classifier.get_args([])
-    assert (args.pal_dim, args.lora_r, args.lora_alpha, args.lora_on, args.mixout_p) == (
-        None,
-        8,
-        8,
-        ["query", "value"],
-        0.7,
-    )
+    assert (args.pal_dim, args.lora_r, args.lora_alpha, args.lora_on) == (None, 8, 8, ["query", "value"])
+    assert (args.mixout_p, args.own_layers) == (0.7, 2)
+    assert {len(layers.bert_layers) for layers in OwnLayers(small_bert(), TASKS).tasks.values()} == {2}
     lora = LoRA(small_bert(), TASKS)
     assert [list(layer) for layer in lora.updates] == [["query", "value"]] * 2
     assert {(update.scale, len(update.A)) for layer in lora.updates for update in layer.values()} == {(1.0, 8)}
@@ -317,7 +317,7 @@ def test_a_gradient_reaches_what_should_train_and_nothing_else(name: str, only: 
         assert parameter.requires_grad
     shared = {id(p) for p in one.model.shared_parameters()}
     names = {owner(n) for n, p in one.model.named_parameters() if id(p) in shared}
-    assert names == {"bert", "adapter"} - ({"bert"} if only else set()) - ({"adapter"} if name == "pal" else set())
+    assert names == {"bert", "adapter"} - ({"bert"} if only else set()) - ({"adapter"} if name in PER_TASK else set())
 
 
 @pytest.mark.parametrize("name", TRAINED)
@@ -372,7 +372,7 @@ def test_regularizers_train_with_an_adapter(name: str, regularizer: str, only: b
     penalty.backward()
     reached = {owner(n) for n, p in one.model.named_parameters() if p.grad is not None and p.grad.any()}
     assert ("bert" in reached) != only
-    assert ("para" if name == "pal" else "adapter") in reached
+    assert ("para" if name in PER_TASK else "adapter") in reached
 
 
 @pytest.mark.parametrize("name", TRAINED)
@@ -415,8 +415,53 @@ def test_under_gradient_surgery_pals_keep_plain_gradients_and_loras_are_combined
             assert not all(alike[n] for n in plain if owner(n) == "adapter")
 
 
-def test_an_adapter_learns_at_the_heads_rate(bench: Start):
-    for name in TRAINED:
+@pytest.mark.parametrize("count", [1, 2])
+def test_every_task_runs_through_the_shared_layers_and_then_through_its_own(count: int, bench: Start):
+    """Against plain models whose last layers are a task's own."""
+    one = stirred(bench("--adapter", "own_layers", "--own_layers", count), "adapter.", std=0.2)
+    one.model.eval()
+    for task in TASKS:
+        plain = bench()
+        plain.model.load_state_dict({n: p for n, p in weights_of(one.model).items() if not n.startswith("adapter.")})
+        own = {
+            f"bert.{n.split('.', 3)[3]}": p
+            for n, p in weights_of(one.model).items()
+            if n.startswith(f"adapter.tasks.{task}.")
+        }
+        assert {n.split(".")[2] for n in own} == {"0", "1"} if count == 2 else {"1"}
+        plain.model.load_state_dict(own, strict=False)
+        batch = one.batch(task, 0, 3, 5)
+        (found,), (wanted,) = logits_of(one.model, batch), logits_of(plain.model, batch)
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
+        (start,) = logits_of(bench().model, batch)
+        assert not torch.allclose(found, start, atol=1e-3), "or the test proves nothing"
+
+
+def test_the_layers_that_were_copied_do_not_train_and_are_not_shared(bench: Start):
+    one = bench("--adapter", "own_layers", "--own_layers", 1)
+    fixed = {n for n, p in one.model.named_parameters() if not p.requires_grad}
+    assert fixed == {n for n in weights_of(one.model) if n.startswith("bert.bert_layers.1.")}
+    before, after = weights_of(one.model), one.after([one.draw(0, 1, 2)])
+    assert all(torch.equal(before[n], after[n]) for n in fixed)
+
+
+def test_own_layers_learn_at_the_rate_of_the_layer_that_they_copy(bench: Start):
+    one = bench("--adapter", "own_layers", "--lr", 0.1, "--head_lr", 0.5, "--layer_decay", 0.5)
+    rates = {id(p): group["lr"] for group in one.trainer.optimizer.param_groups for p in group["params"]}
+    for layers in one.model.adapter.tasks.values():
+        found = {number: {rates[id(p)] for p in layer.parameters()} for number, layer in layers.bert_layers.items()}
+        assert found == {"0": {0.05}, "1": {0.1}}
+
+
+def test_more_own_layers_than_the_encoder_has_are_refused() -> None:
+    with pytest.raises(
+        InputError, match=r"^--own_layers must be at most the number of the encoder's layers, 2, found 3"
+    ):
+        OwnLayers(small_bert(), TASKS, 3)
+
+
+def test_an_adapter_with_new_weights_learns_at_the_heads_rate(bench: Start):
+    for name in ("pal", "lora"):
         one = bench("--adapter", name, "--head_lr", 0.5, "--layer_decay", 0.5)
         rates = {id(p): group["lr"] for group in one.trainer.optimizer.param_groups for p in group["params"]}
         assert {rates[id(p)] for p in one.model.adapter.parameters()} == {0.5}
@@ -471,7 +516,7 @@ def test_the_encoder_of_a_run_loads_here_and_in_transformers_and_says_what_is_le
         whole = one.model.bert.encode(one.model.embed(batch), mask, one.model.adapter.layers("sst"))
     for hidden in found:
         hidden, wanted = hidden[mask.bool()], whole[mask.bool()]
-        if name == "pal":
+        if name in PER_TASK:
             assert not torch.allclose(hidden, wanted, atol=1e-2)
         else:
             torch.testing.assert_close(hidden, wanted, rtol=0, atol=1e-5)
@@ -483,13 +528,18 @@ RUNS = {
     "lora": ["--adapter", "lora", "--averager", "ema", "--ema_decay", 0.5, "--combiner", "pcgrad"],
     "lora only": ["--adapter", "lora", "--adapter_only", "--lora_r", 2, "--lora_on", "key", "out_dense"],
     "mixout": ["--adapter", "mixout", "--precision", "bf16"],
+    "own layers": ["--adapter", "own_layers", "--own_layers", 1, "--averager", "ema", "--ema_decay", 0.5],
+    "own layers only": ["--adapter", "own_layers", "--adapter_only"],
 }
+LAYER = 4 * (32 * 32 + 32) + 2 * 32 * 64 + 32 + 64 + 4 * 32
 PARAMETERS = {  # of 2 layers, 32 wide, 64 inside
     "pal": f" | adapter pal: {2 * 3 * (32 * 32 + 32) + 2 * 32 * 32:,} parameters for each task",
     "pal only": f" | adapter pal: {2 * 3 * (12 * 12 + 12) + 2 * 32 * 12:,} parameters for each task",
     "lora": f" | adapter lora: {2 * 2 * 8 * (32 + 32):,} parameters",
     "lora only": f" | adapter lora: {2 * 2 * (32 + 32 + 64 + 32):,} parameters",
     "mixout": " | adapter mixout: no parameters",
+    "own layers": f" | adapter own_layers: {LAYER:,} parameters for each task",
+    "own layers only": f" | adapter own_layers: {2 * LAYER:,} parameters for each task",
 }
 
 
@@ -511,7 +561,7 @@ def test_a_run_says_what_it_trains_and_predicts_again_as_it_was_evaluated(
     assert done.out.splitlines()[1].endswith(PARAMETERS[case])
     trained, total = (int(n.replace(",", "")) for n in re.search(r"([\d,]+) of ([\d,]+) parameters", done.out).groups())
     encoder = sum(p.numel() for p in done.models[0].bert.parameters())
-    assert total - trained == (encoder if "only" in case else 0)
+    assert total - trained == (encoder if "only" in case else LAYER if "own" in case else 0)
     tolerance = 0.05 if "bf16" in RUNS[case] else 1e-5
     for logits in evaluated.values():  # two epochs on dev, then dev and test
         np.testing.assert_allclose(logits[2], logits[1], atol=tolerance)

@@ -72,7 +72,7 @@ CASES = {
     ),
     "both views of a pair": (
         f"multitask_classifier {TUNED} --pairing both_symmetric --sts_pairing both --sts_head both --para_head both "
-        "--pooling mean"
+        "--pooling mean --adapter own_layers --own_layers 1"
     ),
     "part 1": "classifier --option finetune --lr 1e-3 --hidden_dropout_prob 0 --cfimdb_batch_size 3",
     "pre-training": (

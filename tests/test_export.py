@@ -45,6 +45,7 @@ VARIANTS = {
     "attention": "--pooling attention --tasks sst",
     "bigru": "--pooling bigru --tasks sst",
     "pal": "--adapter pal --tasks sst sts",
+    "own": "--adapter own_layers --own_layers 1 --tasks sst sts",
     "pos": "--feature pos --pos_tagger wheel --tasks sst",
 }
 
@@ -203,6 +204,7 @@ def test_a_run_is_still_a_checkpoint_to_start_from(run_of) -> None:
 REFUSED = {
     ("apart", "para"): "--para_head siamese joins several vectors (--para_pairing bi), which no other library does",
     ("attention", "sst"): "--sst_pooling attention has no counterpart in other libraries",
+    ("own", "sts"): "--adapter own_layers gives every task layers of its own, which no other library has",
     ("pal", "sts"): "--adapter pal gives every task layers of its own, which no other library has",
     ("pos", "sst"): "--feature pos reads part-of-speech tags, which no other library computes",
 }

@@ -101,8 +101,8 @@ IDLE = {  # flags that would do nothing
     TUNED
     + "--adapter pal --lora_on key value": "--lora_on key value needs --adapter lora. Use --adapter lora, or leave out",
     TUNED + "--adapter lora --mixout_p 0.5": "--mixout_p 0.5 needs --adapter mixout. Use ",
-    TUNED + "--adapter_only": "--adapter_only needs --adapter pal or lora. Use ",
-    TUNED + "--adapter mixout --adapter_only": "--adapter_only needs --adapter pal or lora. Use ",
+    TUNED + "--adapter_only": "--adapter_only needs --adapter pal or lora or own_layers. Use ",
+    TUNED + "--adapter mixout --adapter_only": "--adapter_only needs --adapter pal or lora or own_layers. Use ",
     # tasks that are not used, or not trained
     "--tasks para sts --sst_head mlp": "--sst_head mlp needs sst among --tasks. Add ",
     "--tasks sst sts --para_pairing cross": "--para_pairing cross needs para among --tasks. Add ",
@@ -232,7 +232,7 @@ IMPOSSIBLE = IDLE | {
     "--max_length 3": "--max_length: must be a whole number, at least 4 and at most 100000, found '3'",
     "--patience -1": "--patience: must be a whole number, at least 0 and at most 1000, found '-1'",
     "--weighting fixed --task_weights sts": "--task_weights: must be like sts=2, found 'sts'",
-    TUNED + "--adapter prefix": "--adapter must be one of lora, mixout, none, pal; found 'prefix'.",
+    TUNED + "--adapter prefix": "--adapter must be one of lora, mixout, none, own_layers, pal; found 'prefix'.",
     TUNED + "--adapter lora --lora_on pooler": "--lora_on must be one of query, key, value, attention_dense, interm_",
     "--optimizer lion": "--optimizer must be one of adafactor, adamax, adamw, nadam, radam, sgd, torch_adamw; found",
     TUNED + "--regularizer smart --smart_variant 3": "--smart_variant must be one of 0, 1, 2; found '3'.",

@@ -113,6 +113,7 @@ RESUMED = {
         *("--combiner", "pcgrad"),
     ],
     "mixout": [*TUNED, "--adapter", "mixout"],
+    "own layers": [*TUNED, "--adapter", "own_layers", "--own_layers", 1, "--averager", "ema"],
 }
 
 
