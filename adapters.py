@@ -356,6 +356,11 @@ NEEDS_OWN_PARAMETERS = Need(
     f"--adapter {' or '.join(name for name, adapter in ADAPTERS.items() if adapter.own_parameters)}",
     lambda args: ADAPTERS[args.adapter].own_parameters,
 )
+SEVERAL_TASKS = Need(
+    "at least two tasks",
+    lambda args: args.adapter != "own_layers" or len(args.tasks) > 1,
+    "Add another to --tasks, or use --adapter none",
+)
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -365,7 +370,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--adapter",
         choices=sorted(ADAPTERS),
         default="none",
-        needs=ENCODER_TRAINS,
+        needs=(ENCODER_TRAINS, SEVERAL_TASKS),
         help="what is added to BERT's layers",
     )
     add("--adapter_only", action=Switch, needs=NEEDS_OWN_PARAMETERS,

@@ -255,7 +255,7 @@ def soup(args: argparse.Namespace, members: list[Member]) -> Ensemble:
 
 
 # The flags that a soup's runs must have in common, since they decide what the weights mean.
-ENCODER_FLAGS = ("model", "keep_layers", "max_length", "symmetric", "adapter", "feature", "pos_tagger")
+ENCODER_FLAGS = ("model", "keep_layers", "max_length", "symmetric", "adapter", "own_layers", "feature", "pos_tagger")
 BRANCH_FLAGS = ("pooling", "head", "pairing")
 
 

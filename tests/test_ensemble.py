@@ -428,6 +428,9 @@ TRAINED = {
     "shallow": ["--tasks", "sst", "--keep_layers", 1],
     "pal": ["--adapter", "pal", "--pal_dim", 8],
     "pal2": ["--adapter", "pal", "--pal_dim", 8, "--seed", 2],
+    "own": ["--adapter", "own_layers", "--own_layers", 1, "--seed", 1],
+    "own2": ["--adapter", "own_layers", "--own_layers", 1, "--seed", 2],
+    "two own": ["--adapter", "own_layers", "--own_layers", 2],
 }
 
 
@@ -702,14 +705,18 @@ def test_dev_files_too_small_to_halve_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("other", "found"),
-    [("mlp", "--sst_head linear in {} and mlp in {}"), ("shallow", "--keep_layers None in {} and 1")],
+    ("one", "other", "found"),
+    [
+        ("sst", "mlp", "--sst_head linear in {} and mlp in {}"),
+        ("sst", "shallow", "--keep_layers None in {} and 1"),
+        ("own", "two own", "--own_layers 1 in {} and 2 in {}"),
+    ],
 )
 def test_a_soup_of_other_heads_or_layers_is_refused(
-    other: str, found: str, trained: Path, combine: Combine, tmp_path: Path
+    one: str, other: str, found: str, trained: Path, combine: Combine, tmp_path: Path
 ) -> None:
     expected = "--method soup needs runs with the same encoder and the same heads, found " + found
-    members = trained / "sst", trained / other
+    members = trained / one, trained / other
     finished = combine(*members, "--method", "soup")
     assert_refused(finished, tmp_path, expected.format(*members), "Choose runs that agree, or use --method mean.")
 
@@ -754,8 +761,25 @@ def test_a_soup_of_other_shapes_is_refused(
     assert_refused(finished, tmp_path, f"{copies[1] / 'model.safetensors'}: ", expected, "Choose ")
 
 
-def test_a_soup_of_one_task_leaves_the_adapters_of_the_others_out(trained: Path, combine: Combine, tmp_path: Path):
-    succeeded(combine(trained / "pal", trained / "pal2", "--method", "soup", "--tasks", "sst"))
+def test_a_soup_averages_the_layers_that_a_task_has_for_itself(trained: Path, combine: Combine, tmp_path: Path):
+    succeeded(combine(trained / "own", trained / "own2", "--method", "soup"))
+    found, one, other = map(weights_of, (tmp_path / "runs" / "ens", trained / "own", trained / "own2"))
+    own = [name for name in one if name.startswith("adapter.tasks.")]
+    assert len({name.split(".")[2] for name in own}) == len(NAMES)
+    assert not all(np.array_equal(one[name], other[name]) for name in own), "or the test proves nothing"
+    for name in own:
+        np.testing.assert_allclose(found[name], (one[name] + other[name]) / 2, atol=1e-6)
+
+
+@pytest.mark.parametrize("members", [("pal", "pal2"), ("own", "own2")])
+def test_a_soup_of_one_task_leaves_the_adapters_of_the_others_out(
+    members: tuple[str, str], trained: Path, combine: Combine, tmp_path: Path
+):
+    succeeded(combine(*(trained / name for name in members), "--method", "soup", "--tasks", "sst"))
+    predicted = prediction_files(tmp_path / "predictions")
+    multitask("--predict_only", "--run", tmp_path / "runs" / "ens", "--predictions", tmp_path / "again")
+    assert len(predicted) == 2
+    assert prediction_files(tmp_path / "again") == predicted
     adapters = [name for name in weights_of(tmp_path / "runs" / "ens") if name.startswith("adapter.tasks.")]
     assert adapters
     assert all(name.startswith("adapter.tasks.sst.") for name in adapters)

@@ -101,6 +101,9 @@ IDLE = {  # flags that would do nothing
     TUNED
     + "--adapter pal --lora_on key value": "--lora_on key value needs --adapter lora. Use --adapter lora, or leave out",
     TUNED + "--adapter lora --mixout_p 0.5": "--mixout_p 0.5 needs --adapter mixout. Use ",
+    TUNED + "--tasks sst --adapter own_layers": (
+        "--adapter own_layers needs at least two tasks. Add another to --tasks, or use --adapter none, or leave out"
+    ),
     TUNED + "--adapter mixout --own_layers 1": "--own_layers 1 needs --adapter own_layers. Use ",
     TUNED + "--adapter_only": "--adapter_only needs --adapter pal or lora or own_layers. Use ",
     TUNED + "--adapter mixout --adapter_only": "--adapter_only needs --adapter pal or lora or own_layers. Use ",
