@@ -46,6 +46,7 @@ VARIANTS = {
     "bigru": "--pooling bigru --tasks sst",
     "pal": "--adapter pal --tasks sst sts",
     "own": "--adapter own_layers --own_layers 1 --tasks sst sts",
+    "both": "--pairing both --para_head both --sts_head both --adapter own_layers --own_layers 1 --pooling mean",
     "pos": "--feature pos --pos_tagger wheel --tasks sst",
 }
 
@@ -349,7 +350,7 @@ def test_onnx_expresses_what_no_library_can(exported, run_of) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", ["pooler", "mean", "max", "cls", "scaled", "attention", "pal"])
+@pytest.mark.parametrize("variant", ["pooler", "mean", "max", "cls", "scaled", "attention", "pal", "both"])
 def test_onnx_computes_the_logits_of_every_kind_of_run(variant: str, exported, run_of, monkeypatch) -> None:
     done, folder = exported(variant, "--onnx")
     assert done.status == 0, done.err
