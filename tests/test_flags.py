@@ -339,7 +339,10 @@ OVERRIDDEN = {
         "smart_variant", "smart_start", "smart_radius", "smart_norm"
     },
     ("recipes/smarter/cross-pcgrad-smart1.txt", "--combiner sum"): set(),
-    ("recipes/best.txt", "--tasks sst"): {"para_pairing", "sts_pairing", "sts_head", "symmetric"},
+    ("recipes/best.txt", "--tasks sst"): {"pairing", "para_head", "sts_head", "symmetric", "adapter", "own_layers"},
+    ("recipes/fast.txt", "--tasks sst"): {
+        "para_pairing", "sts_pairing", "sts_head", "symmetric", "adapter", "own_layers"
+    },
     ("recipes/extensions/lora.txt", "--option pretrain"): {
         "regularizer", "adapter", "adapter_only", "lora_r", "lora_on"
     },
