@@ -191,8 +191,8 @@ def test_every_recipe_runs_two_steps(
     before = sorted(tmp_path.rglob("*"))
     folder = data if SCRIPTS[name] != "pretrain" else ROOT / "data" / "sample"  # a tenth of it is held out
     argv = [f"@{RECIPES[name]}", "--model", str(tiny_checkpoint), "--data", str(folder), "--dry_run"]
-    if "--keep_layers" in flags_in(name):
-        argv += ["--keep_layers", "1"]  # of two
+    for flag in {"--keep_layers", "--own_layers"} & set(flags_in(name)):
+        argv += [flag, "1"]  # of two
     monkeypatch.setattr(sys, "argv", [f"{SCRIPTS[name]}.py", *argv])
     importlib.import_module(SCRIPTS[name]).main()
     printed = capsys.readouterr().out
