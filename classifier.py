@@ -36,7 +36,7 @@ from datasets import (
     read_split,
 )
 from distributed import World, local_sentences
-from evaluation import DevPredictions, predict, score, with_stored_vectors, write_logits, write_predictions
+from evaluation import predict, score, with_stored_vectors, write_logits, write_predictions
 from flags import ALWAYS, ArgumentParser, Need, check_stored, number
 from losses import cross_entropy
 from manifest import Source
@@ -45,7 +45,7 @@ from readers import read_examples, report_skipped
 from runs import Run, shared_run
 from starter import load_model, restore_model, save_model, seed_everything
 from submission import part_1_name
-from tasks import CFIMDB, SST, Batch, Category, Output, Task
+from tasks import CFIMDB, SST, Batch, Category, Output, Predictions, Task
 from tokenizer import BertTokenizer
 from trainer import Step, Trainer
 from training import NOBODY, Observer, fit
@@ -140,13 +140,12 @@ def train_task(
     task: Task, args: argparse.Namespace, splits: dict[str, Split], precision: Precision, run: Run, world: World
 ) -> float:
     """Train one classifier, write its two prediction files and their logits, and return the best dev accuracy."""
-    dev = DevPredictions()
-    observer = build_observer(args, run, world, lambda: dev.last)
-    trainer, best = fit_task(task, args, splits, precision, run, world, dev, observer)
+    found: dict[str, Predictions] = {}  # of the last evaluation
+    observer = build_observer(args, run, world, lambda: found)
+    trainer, best = fit_task(task, args, splits, precision, run, world, found, observer)
     for name in ("dev", "test"):
         path = args.predictions / part_1_name(args.fine_tune_mode or args.option, task.name, name)
-        known = dev.best.get(task.name) if name == "dev" else None
-        predictions = known or predict(trainer.model, splits[name], args.eval_batch_size, precision)
+        predictions = predict(trainer.model, splits[name], args.eval_batch_size, precision)
         source = Source(run.folder, data_paths(task, args)[name])
         world.on_main(functools.partial(write_predictions, path, task, predictions, source))
         world.on_main(functools.partial(write_logits, run.folder / f"{task.name}-{name}.npz", predictions))
@@ -162,12 +161,12 @@ def fit_task(
     precision: Precision,
     run: Run,
     world: World,
-    dev: DevPredictions,
+    found: dict[str, Predictions],
     observer: Observer = NOBODY,
 ) -> tuple[Trainer, float]:
     """Train one classifier; return its trainer, with the best epoch's weights, and the best dev accuracy.
 
-    A frozen BERT's vectors are stored in `splits`. Every evaluation stores its predictions in `dev`.
+    A frozen BERT's vectors are stored in `splits`. Every evaluation stores its predictions in `found`.
     """
     seed_everything(args.seed)
     model = build_model(task, args).to(precision.device)
@@ -189,15 +188,14 @@ def fit_task(
             yield ((batch,),)
 
     def evaluate() -> dict[str, float]:
-        dev.last[task.name] = predict(model, splits["dev"], args.eval_batch_size, precision)
-        return {"dev": score(task, dev.last[task.name])}
+        found[task.name] = predict(model, splits["dev"], args.eval_batch_size, precision)
+        return {"dev": score(task, found[task.name])}
 
     best = fit(
         trainer, steps, evaluate, "dev", args.epochs, run, steps_in=lambda epoch: total_steps,
         save_minutes=args.save_minutes, keep_state=args.keep_state, resume=args.resume,
         watch=Watch(args.lr, args.epochs, chance={task.name: task.predicts.loss_of_guessing()}),
-        dev_values=lambda: {name: predictions.values for name, predictions in dev.last.items()}, observer=observer,
-        on_best=dev.keep,
+        dev_values=lambda: {name: predictions.values for name, predictions in found.items()}, observer=observer,
     )  # fmt: skip
     return trainer, best["dev"]
 
@@ -337,7 +335,7 @@ def train(args: Any) -> None:
         flags.save_minutes = None  # the directory is temporary
         precision = Precision(flags.precision, choose_device(flags.use_gpu))
         with Run.create(Path(folder) / "run", flags, paths) as run:
-            trainer, _ = fit_task(task, flags, splits, precision, run, World(), DevPredictions())
+            trainer, _ = fit_task(task, flags, splits, precision, run, World(), {})
     save_model(trainer.model, trainer.optimizer, args, config, args.filepath)
 
 

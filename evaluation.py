@@ -9,7 +9,6 @@ import argparse
 import functools
 import hashlib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -101,18 +100,6 @@ def predict(model: Predictor, split: Split, batch_size: int, precision: Precisio
     )
     labels = None if split.labels is None else split.labels.numpy()
     return Predictions(split.ids, logits.numpy(), split.task.predicts.decode(logits).numpy(), labels)
-
-
-@dataclass
-class DevPredictions:
-    """The predictions for dev in the course of a training, by task."""
-
-    last: dict[str, Predictions] = field(default_factory=dict)  # of the last evaluation
-    best: dict[str, Predictions] = field(default_factory=dict)  # of the best epoch; empty if another process trained it
-
-    def keep(self) -> None:
-        """The last evaluation is that of the best epoch."""
-        self.best = dict(self.last)
 
 
 def logits_and_vectors(

@@ -40,7 +40,6 @@ from checkpoints import restore_best
 from datasets import endless_batches, read_split
 from distributed import World
 from evaluation import (
-    DevPredictions,
     overall,
     predict,
     score,
@@ -102,7 +101,6 @@ class Trained(NamedTuple):
     run: Run
     scores: dict[str, float]  # of the best epoch, on dev
     observer: Observer  # of the training
-    dev: DevPredictions
 
 
 def train_multitask(args: argparse.Namespace, on_epoch: OnEpoch = lambda epoch, scores: None) -> dict[str, float]:
@@ -140,11 +138,11 @@ def train(args: argparse.Namespace, on_epoch: OnEpoch = lambda epoch, scores: No
     with shared_run(world, lambda: multitask_flags.open_run(args)) as run:
         world.on_main(lambda: tokenizer.save_pretrained(run.folder))
         describe(args, network, splits, precision)
-        dev = DevPredictions()
-        observer = build_observer(args, run, world, lambda: dev.last)
-        best = fit_network(args, network, splits, precision, run, on_epoch, dev, observer)
+        found: dict[str, Predictions] = {}  # of the last evaluation, by task
+        observer = build_observer(args, run, world, lambda: found)
+        best = fit_network(args, network, splits, precision, run, on_epoch, found, observer)
     print(f"best dev: {score_line({name: best[name] for name in args.tasks})} | {run.folder}", flush=True)
-    return Trained(args, network, tokenizer, splits, precision, run, best, observer, dev)
+    return Trained(args, network, tokenizer, splits, precision, run, best, observer)
 
 
 def fit_network(
@@ -154,12 +152,12 @@ def fit_network(
     precision: Precision,
     run: Run,
     on_epoch: OnEpoch,
-    dev: DevPredictions,
+    found: dict[str, Predictions],
     observer: Observer,
 ) -> dict[str, float]:
     """Train the model, whose best epoch's weights it has at the end.
 
-    The training rows are taken out of `splits`. Every evaluation stores its predictions in `dev`.
+    The training rows are taken out of `splits`. Every evaluation stores its predictions in `found`.
     """
     training_rows = {name: splits[name].pop("train") for name in args.train_tasks}
     scored = {name: of_task["dev"] for name, of_task in splits.items()}
@@ -181,8 +179,8 @@ def fit_network(
         return -(-sum(1 for _ in sampler.steps(epoch)) // args.accumulate)
 
     def evaluate() -> dict[str, float]:
-        dev.last.update({n: predict(network, rows, args.eval_batch_size, precision) for n, rows in scored.items()})
-        scores = {name: score(TASKS[name], predictions) for name, predictions in dev.last.items()}
+        found.update({name: predict(network, rows, args.eval_batch_size, precision) for name, rows in scored.items()})
+        scores = {name: score(TASKS[name], predictions) for name, predictions in found.items()}
         trained = {select: overall({name: scores[name] for name in args.train_tasks})}
         return scores | {"overall": overall(scores)} | trained
 
@@ -193,8 +191,7 @@ def fit_network(
         trainer, steps, evaluate, select, args.epochs, run, steps_in=steps_in, patience=args.patience,
         save_minutes=None if args.dry_run else args.save_minutes, keep_state=args.keep_state, resume=args.resume,
         on_epoch=on_epoch, watch=multitask_build.build_watch(args),
-        dev_values=lambda: {name: predictions.values for name, predictions in dev.last.items()}, observer=observer,
-        on_best=dev.keep,
+        dev_values=lambda: {name: predictions.values for name, predictions in found.items()}, observer=observer,
     )  # fmt: skip
 
 
@@ -245,7 +242,7 @@ def predict_run(args: argparse.Namespace, world: World) -> None:
     restore_best(network, run)
     tokenizer = multitask_build.build_tokenizer(args)
     splits = load_splits(args, tokenizer, multitask_flags.SCORED)
-    trained = Trained(args, network, tokenizer, splits, precision, run, {}, NOBODY, DevPredictions())
+    trained = Trained(args, network, tokenizer, splits, precision, run, {}, NOBODY)
     write_run_predictions(trained, functools.partial(is_own_file, run, args))
     if args.predict_train:
         write_training_logits(trained)
@@ -267,8 +264,7 @@ def write_run_predictions(trained: Trained, is_own: Callable[[str, str], bool] =
     args = trained.args
     for name, of_task in trained.splits.items():
         for split, rows in of_task.items():
-            known = trained.dev.best.get(name) if split == "dev" else None
-            predictions = known or predict(trained.model, rows, args.eval_batch_size, trained.precision)
+            predictions = predict(trained.model, rows, args.eval_batch_size, trained.precision)
             path = Path(getattr(args, f"{name}_{split}_out"))
             source = Source(trained.run.folder, *data_paths(rows.task, args, split))
             keep = is_own(name, split)

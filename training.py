@@ -158,7 +158,6 @@ class Loop:
     watch: Watch | None = None
     dev_values: Callable[[], Mapping[str, np.ndarray]] = dict
     observer: Observer = field(default_factory=Observer)
-    on_best: Callable[[], None] = lambda: None
     progress: Progress = field(default_factory=Progress)
 
     def __post_init__(self) -> None:
@@ -260,7 +259,6 @@ class Loop:
             progress.best, progress.best_epoch = scores, epoch
             with trainer.averager.applied(trainer.model):
                 self.world.on_main(lambda: (hold_best(run), save_best(trainer.model, run)))
-            self.on_best()
         if self.watch is not None:
             say(self.watch.epoch(epoch, losses, self.record.mean_penalties(), self.dev_values()))
         in_parts = {"parts": dict(trainer.parts)} if trainer.parts else {}
@@ -429,7 +427,6 @@ def fit(
     watch: Watch | None = None,
     dev_values: Callable[[], Mapping[str, np.ndarray]] = dict,
     observer: Observer = NOBODY,
-    on_best: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
     """Train, evaluate after every epoch, and leave the model with the weights of the best epoch. Return its scores.
 
@@ -440,12 +437,12 @@ def fit(
     means never. keep_state: leave the state of a finished run where it is, so that it can be extended. on_epoch: called
     after an epoch has been evaluated and logged; an exception that it raises ends the training. watch: writes notes if
     training goes wrong. dev_values: returns the predictions of the last evaluation, for these notes. observer: is
-    told about every few steps and every epoch. on_best: called after an evaluation with the best scores so far.
+    told about every few steps and every epoch.
     """
     save_seconds = None if save_minutes is None else 60 * save_minutes
     loop = Loop(
         trainer, steps, evaluate, select, epochs, run, better, steps_in, patience, save_seconds, on_epoch, watch,
-        dev_values, observer, on_best,
+        dev_values, observer,
     )  # fmt: skip
     world = trainer.world
     if resume and loop.restore():

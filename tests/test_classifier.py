@@ -90,27 +90,6 @@ def run_classifier(folder: Path, model: Path, *flags: object) -> Finished:
     return done
 
 
-def test_dev_is_predicted_once_an_epoch_and_the_best_epochs_predictions_are_written(
-    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    dev: list[Predictions] = []
-
-    def recording(model: BertSentimentClassifier, rows: Split, *others: object) -> Predictions:
-        found = predict(model, rows, *others)
-        dev.extend([found] * (rows.labels is not None))
-        return found
-
-    monkeypatch.setattr(classifier, "predict", recording)
-    monkeypatch.setattr(classifier, "score", lambda task, found: 1 / len(dev))  # the first epoch is the best
-    flags = "--option", "finetune", "--tasks", "sst", "--epochs", 3, "--lr", "1e-2"
-    run_classifier(tmp_path, tiny_checkpoint, *flags)
-    first, *later = dev
-    assert len(later) == 2
-    assert not any(np.array_equal(found.logits, first.logits) for found in later), "or the test proves nothing"
-    (stored,) = (tmp_path / "runs").rglob("sst-dev.npz")
-    assert np.array_equal(np.load(stored)["logits"], first.logits)
-
-
 RUNS = {
     "pretrain": ["--option", "pretrain", "--epochs", 3],
     "finetune": ["--option", "finetune", "--epochs", 2, "--lr", "1e-3"],

@@ -7,7 +7,6 @@ import itertools
 import json
 import runpy
 import sys
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +32,7 @@ from evaluation import predict
 from model import Branch
 from multitask_build import training_rows
 from multitask_classifier import MultitaskBERT, get_args
-from tasks import PARA, SST, STS, TASKS, Encoded, Predictions, Task
+from tasks import PARA, SST, STS, TASKS, Encoded, Task
 from tokenizer import BertTokenizer
 from trainer import Trainer
 from training import Loop
@@ -701,30 +700,6 @@ def test_predict_only_writes_the_same_files_again(name: str, runs: Runs, tmp_pat
     assert again.predictions() == done.predictions()
     assert len(again.models) == 1, "nothing is trained"
     assert (done.log(), same(done.weights(), weights)) == (log, True)
-
-
-def test_dev_is_predicted_once_an_epoch_and_the_best_epochs_predictions_are_written(
-    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    passes: Counter[tuple[str, bool]] = Counter()  # by task, and whether the rows have labels: dev or test
-
-    def counting(model: multitask_model.MultitaskBERT, rows: Split, *others: Any) -> Predictions:
-        passes[rows.task.name, rows.labels is not None] += 1
-        return predict(model, rows, *others)
-
-    monkeypatch.setattr(multitask_classifier, "predict", counting)
-    monkeypatch.setattr(multitask_classifier, "overall", lambda scores: 1 / passes["sst", True])  # the first is best
-    done = run_multitask(tmp_path, tiny_checkpoint, *RUNS["tuned"], "--epochs", 3, "--lr", "1e-2")
-    tasks = ("sst", "para", "sts")
-    assert passes == {(task, labeled): 3 if labeled else 1 for task in tasks for labeled in (True, False)}
-    logits = {task: stored_logits(done.run / f"{task}-dev.npz") for task in tasks}
-    given = "--predict_only", "--run", done.run, "--predictions", tmp_path / "again"
-    run_multitask(tmp_path / "other", Path(), *given)
-    assert passes["sst", True] == 4, "without a training, the run's weights predict dev"
-    for task in tasks:
-        assert np.array_equal(stored_logits(done.run / f"{task}-dev.npz"), logits[task])
-        written = (tmp_path / "again" / f"{task}-dev-output.csv").read_text()
-        assert written == done.predictions()[f"{task}-dev-output.csv"]
 
 
 def test_predict_only_without_more_writes_where_the_run_wrote(runs: Runs):
