@@ -189,14 +189,18 @@ GROWTH_ROWS = (2_000, 20_000, 140_000)  # the last is about the size of the cour
 
 
 def _write_questions(path: Path, count: int) -> None:
-    """A file in the format of Quora: pairs of the sample data with a number in each, so that no text occurs twice."""
+    """A file in the format of Quora: pairs of the sample data with a number in each, so that no text occurs twice.
+
+    The numbers have six digits in a file of any size, so that its texts are not longer because there are more of them.
+    """
     examples = read_examples(PARA, [SAMPLE / PARA.filename("train")], labeled=True)
     with path.open("w", encoding="utf-8", newline="") as file:
         rows = csv.writer(file, delimiter="\t")
         rows.writerow(["", "id", *PARA.text_columns, PARA.label_column])
         for row in range(count):
             chosen = row % len(examples)
-            texts = (f"{column[chosen]} {row}" for column in examples.texts)
+            number = 100_000 + row * 7_919 % 900_000  # each of these occurs once in 900,000 rows
+            texts = (f"{column[chosen]} {number}" for column in examples.texts)
             rows.writerow([row, f"{row:025x}", *texts, examples.labels[chosen]])
 
 

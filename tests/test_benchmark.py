@@ -14,6 +14,7 @@ from bert import BertModel
 from readers import read_examples
 from tasks import PARA
 from timing import Result, take_turns
+from tokenizer import BertTokenizer
 from utils import InputError
 
 
@@ -48,6 +49,17 @@ def test_generated_questions_are_all_different_and_readable(tmp_path: Path) -> N
     assert len(examples) == 1500
     assert len({*zip(*examples.texts, strict=True)}) == 1500
     assert set(examples.labels) == {0, 1}
+
+
+def test_generated_questions_are_as_long_in_a_large_file_as_in_a_small_one(tmp_path: Path) -> None:
+    """Once the numbers in them had more digits: at 140,000 rows, texts had 12% more tokens than at 2,000."""
+    tokenizer, mean = BertTokenizer.from_pretrained("minilm"), {}
+    for rows in (600, 30_000):
+        benchmark_runs._write_questions(tmp_path / "questions.csv", rows)
+        texts = read_examples(PARA, [tmp_path / "questions.csv"], labeled=True).texts
+        some = [text for column in texts for text in column[-600:]]
+        mean[rows] = sum(tokenizer.count_tokens(some)) / len(some)
+    assert mean[30_000] == pytest.approx(mean[600], rel=0.02)
 
 
 def test_whole_trainings_run_by_name_only(monkeypatch: pytest.MonkeyPatch) -> None:
