@@ -18,7 +18,7 @@ import benchmark_runs as runs
 import benchmark_steps as steps
 from flags import ALWAYS, ArgumentParser, number
 from timing import Result
-from utils import InputError, run_script, write_text
+from utils import InputError, choose_device, run_script, write_text
 
 BENCHMARKS: dict[str, Callable[[int], list[Result]]] = {
     "adamw": steps.adamw, "frozen": runs.frozen, "bert": steps.bert, "pcgrad": steps.pcgrad, "tasks": steps.tasks,
@@ -50,6 +50,7 @@ def get_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     args = get_args()
+    choose_device(use_gpu=False)
     results = []
     print(f"{torch.get_num_threads()} threads, torch {torch.__version__}, {args.rounds} rounds")
     for name in args.only:

@@ -42,6 +42,7 @@ from datasets import (
 )
 from evaluation import model_eval_multitask, predict, with_stored_vectors
 from forms import form_of
+from kernels import no_tf32
 from losses import build_objective, cross_entropy
 from memory import peak_memory, reset_peak
 from model import Branch, MultitaskBERT
@@ -55,7 +56,7 @@ from tokenizer import BertTokenizer
 from trained import TrainedRun
 from trainer import Trainer
 from training import train_on
-from utils import InputError, Precision, keep_freed_memory, seed_everything
+from utils import InputError, Precision, choose_device, keep_freed_memory, seed_everything
 
 SAMPLE = Path(__file__).parent / "data" / "sample"
 CPU = torch.device("cpu")
@@ -128,7 +129,10 @@ class _TwoPasses(multitask_classifier.MultitaskBERT):
 
 
 def _starter_epoch(flags: argparse.Namespace, folder: Path) -> None:
-    """The starter's habits: tokenize every batch, no bucketing, compute padding, two passes, evaluate on train too."""
+    """The starter's habits: tokenize every batch, no bucketing, compute padding, two passes, evaluate on train too.
+
+    Products are torch's own, and not those that products.py chooses.
+    """
     seed_everything(0)
     model = _TwoPasses(flags)
     model.bert.packs = False  # padding is computed
@@ -164,7 +168,8 @@ def pipeline(rounds: int) -> list[Result]:
             multitask_classifier.train_multitask(multitask_classifier.get_args([*flags, "--name", next(names)]))
 
     def starter(flags: list[str], folder: Path) -> None:
-        _starter_epoch(multitask_classifier.get_args(flags), folder)
+        with no_tf32():
+            _starter_epoch(multitask_classifier.get_args(flags), folder)
 
     def both(folder: Path) -> dict[str, Callable[[], float]]:
         flags = ["--model", "minilm", "--option", "finetune", "--sampler", "sequential", "--epochs", "1"]
@@ -216,6 +221,7 @@ def _train_on_file(path: Path, bert: Callable[[], BertModel], rows: int | None, 
     torch.set_num_threads(1)
     seed_everything(0)
     keep_freed_memory()
+    choose_device(use_gpu=False)
     tokenizer = BertTokenizer.from_pretrained("minilm")
     model = MultitaskBERT(bert(), [Branch(PARA, "mean", pairing="cross")]).train()
     update = AdamW(model.parameters(), lr=1e-4)
@@ -368,7 +374,8 @@ def prediction(rounds: int) -> list[Result]:
         classify = transformers.pipeline("text-classification", folder, device="cpu")
 
     def peer(rows: list[str]) -> None:
-        assert len(classify(rows, batch_size=32, truncation=True, top_k=None)) == len(rows)
+        with no_tf32():  # torch's own products
+            assert len(classify(rows, batch_size=32, truncation=True, top_k=None)) == len(rows)
 
     for side in (ours, peer):  # what a process loads once counts for neither side
         side(sentences[:64])

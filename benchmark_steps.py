@@ -26,7 +26,7 @@ from smart import Regularizer, Smart
 from tasks import PARA, SST, STS, Batch, Encoded
 from timing import Result, seconds, take_turns
 from trainer import EpochRecord, Trainer
-from utils import Precision, keep_freed_memory, seed_everything
+from utils import Precision, choose_device, keep_freed_memory, seed_everything
 
 CPU = torch.device("cpu")
 
@@ -70,6 +70,7 @@ def _training_steps(kind: str, pipe: Connection) -> None:
     seed_everything(0)
     if kind == "ours":
         keep_freed_memory()  # as all scripts do
+        choose_device(use_gpu=False)
         model = BertModel.from_pretrained("minilm")
     else:
         import transformers
@@ -174,6 +175,7 @@ def _peak_memory(kind: str, threads: int, pipe: Connection) -> None:
     torch.set_num_threads(threads)
     seed_everything(0)
     keep_freed_memory()  # as all scripts do
+    choose_device(use_gpu=False)
     model = BertModel.from_pretrained("minilm")
     step = _step_of_tasks(model, TASK_METHODS[kind]())
     for _ in range(6):
@@ -266,6 +268,7 @@ ROWS_OF_A_PROCESS = 16
 def _training_step(rows: int, world: World) -> Callable[[], float]:
     """A step of the three tasks with pcgrad on minilm, `rows` rows of 32 tokens each; returns its seconds."""
     torch.set_num_threads(1)
+    choose_device(use_gpu=False)
     seed_everything(0)
     branches = [Branch(SST, "mean"), Branch(PARA, "mean", pairing="cross"), Branch(STS, "mean", pairing="cross")]
     model = MultitaskBERT(BertModel.from_pretrained("minilm"), branches).train()

@@ -175,6 +175,13 @@ def lookup(weight: Tensor, ids: Tensor, padding_id: int) -> Tensor:
 
 Row = Sequence[Tensor]
 
+SMALL = 2**16  # elements; starting a compiled loop takes as long as summing this many, so smaller rows share one
+
+
+def _joined(rows: Sequence[Row]) -> list[Tensor]:
+    """The rows as one: for each task, its gradients one after the other."""
+    return [torch.cat([gradient.view(-1) for gradient in of_task]) for of_task in zip(*rows, strict=True)]
+
 
 @torch.no_grad()
 def gramian(rows: Sequence[Row]) -> tuple[Tensor, list[np.ndarray | None]]:
@@ -185,16 +192,32 @@ def gramian(rows: Sequence[Row]) -> tuple[Tensor, list[np.ndarray | None]]:
     threads. Otherwise see _gramian_of_chunk. Second: a Boolean for each block, which lets weighted_sum skip the zero
     blocks (most of a word embedding's gradient); None for a row on which the compiled kernel was not used.
     """
-    compiled = [_compiled_gramian(row) if runs_here(*row) else None for row in rows]
-    others = [row for row, found in zip(rows, compiled, strict=True) if found is None]
-    products = [found[0] for found in compiled if found] + [_gramian_of_chunk(chunk) for chunk in _chunks(others)]
-    return sum(products), [found[1] if found else None for found in compiled]
+    zeros: list[np.ndarray | None] = [None] * len(rows)
+    products, small, others = [], [], []
+    for i, row in enumerate(rows):
+        if not runs_here(*row):
+            others.append(row)
+        elif row[0].numel() < SMALL:
+            small.append(row)
+            zeros[i] = np.zeros(_blocks(row), dtype=bool)  # not worth looking for
+        else:
+            product, zeros[i] = _compiled_gramian(row)
+            products.append(product)
+    if small:
+        products.append(_compiled_gramian(_joined(small))[0])
+    return sum(products + [_gramian_of_chunk(chunk) for chunk in _chunks(others)]), zeros
+
+
+def _blocks(row: Row) -> int:
+    return -(-row[0].numel() // _loops().BLOCK)
 
 
 def _compiled_gramian(row: Row) -> tuple[Tensor, np.ndarray]:
-    loops = _loops()
-    products = np.empty((-(-row[0].numel() // loops.BLOCK), len(row), len(row)))
-    loops.gramian(_arrays(row), products)
+    products = np.empty((_blocks(row), len(row), len(row)))
+    if len(row) == 3:
+        _loops().gramian_of_three(*_arrays(row), products)
+    else:
+        _loops().gramian(_arrays(row), products)
     return torch.from_numpy(products.sum(axis=0)), ~np.einsum("bkk->b", products).astype(bool)
 
 
@@ -264,9 +287,17 @@ def weighted_sum(rows: Sequence[Row], weights: Tensor, zeros: Sequence[np.ndarra
     float64, because the weight of a tiny gradient combined with a huge one may be outside the range of float32. For
     other rows, see _weighted_sum_together, which may overwrite all gradients.
     """
+    small = []
     for row, blocks in zip(rows, zeros, strict=True):
-        if blocks is not None:
+        if blocks is not None and row[0].numel() < SMALL:
+            small.append(row)
+        elif blocks is not None:
             _loops().weighted_sum(_arrays(row), weights.numpy(), blocks)
+    if small:
+        joined = _joined(small)
+        _loops().weighted_sum(_arrays(joined), weights.numpy(), np.zeros(_blocks(joined), dtype=bool))
+        sums = joined[0].split([row[0].numel() for row in small])
+        torch._foreach_copy_([row[0].view(-1) for row in small], sums)
     others = [row for row, blocks in zip(rows, zeros, strict=True) if blocks is None]
     if others:
         _weighted_sum_together(list(zip(*others, strict=True)), weights.tolist())

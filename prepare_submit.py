@@ -71,6 +71,7 @@ SCRIPTS = (
     "predict.py",
     "prepare_submit.py",
     "pretrain.py",
+    "products.py",
     "readers.py",
     "records.py",
     "report.py",

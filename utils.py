@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 import console
 import interruption
+from products import best_matmul_precision
 
 # oneDNN, torch's library for CPUs, prepares every operation for its exact shapes and keeps the result, 1024 in each of
 # two caches. With sentences of all lengths that adds up to a gigabyte, and hardly any of it is used again. 64 are more
@@ -122,6 +123,7 @@ def choose_device(use_gpu: bool, precision: str = "fp32", deterministic: bool = 
     """The device to compute on, with torch set up for it. Call this before anything is on the GPU."""
     set_deterministic(deterministic)
     if not use_gpu:
+        torch.set_float32_matmul_precision(best_matmul_precision())
         return torch.device("cpu")
     with warnings.catch_warnings(action="ignore"):  # torch warns about an old driver; the error below says more
         available = torch.cuda.is_available()

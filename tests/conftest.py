@@ -37,6 +37,7 @@ def pytest_configure() -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:  # two processes test at the same time, and start others
         os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(min(2, torch.get_num_threads()) if os.environ.get("OMP_NUM_THREADS") != "1" else 1)
+    utils.choose_device(use_gpu=False)  # as every training does, so that no test depends on those before it
 
 
 # Files whose tests wait for other processes. They come first, so that neither of the two test processes ends with them.

@@ -329,6 +329,20 @@ def test_gramian_and_weighted_sum_equal_numpy_in_float64(K: int, n: int) -> None
     np.testing.assert_allclose(actual.numpy(), weights.numpy() @ stack, rtol=1e-7, atol=1e-15)
 
 
+@pytest.mark.parametrize("K", [1, 2, 3, 4])
+def test_small_rows_that_share_a_loop_keep_their_own_sums(K: int) -> None:
+    sizes = (3, kernels.SMALL, 1, 384, kernels.SMALL - 1)
+    rows = [random_vectors(K, n) for n in sizes]
+    weights = torch.linspace(-1, 2, K, dtype=torch.float64)
+    expected = [sum(w * v.double() for w, v in zip(weights.tolist(), row, strict=True)).float() for row in rows]
+    joined = products_in_float64(rows)
+    products, zeros = kernels.gramian(rows)
+    np.testing.assert_allclose(products.numpy(), joined, rtol=1e-12, atol=1e-9)
+    sums = kernels.weighted_sum(rows, weights, zeros)
+    torch.testing.assert_close(sums, expected)
+    assert all(total is row[0] for total, row in zip(sums, rows, strict=True))
+
+
 @pytest.fixture
 def switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compute on the CPU as on CUDA."""
@@ -496,16 +510,17 @@ def test_zero_gradients_have_a_gramian_of_zeros() -> None:
 
 def test_blocks_that_are_zero_in_all_gradients_are_detected_and_skipped() -> None:
     generator = torch.Generator().manual_seed(0)
-    rows = torch.zeros(2, 5 * loops.BLOCK + 7)
+    n = kernels.SMALL + 2 * loops.BLOCK + 7  # in a smaller row nothing is skipped
+    rows = torch.zeros(2, n)
     rows[0, loops.BLOCK] = 1e-30  # its square is below the range of float32, but not zero
-    rows[1, 3 * loops.BLOCK :] = torch.randn(2 * loops.BLOCK + 7, generator=generator)
+    rows[1, 3 * loops.BLOCK :] = torch.randn(n - 3 * loops.BLOCK, generator=generator)
     weights = torch.tensor([3.0, -2.0], dtype=torch.float64)
     expected = 3 * rows[0] - 2 * rows[1]
     vectors = [row.clone() for row in rows]
     _, zeros = kernels.gramian([vectors])
-    assert zeros[0].tolist() == [True, False, True, False, False, False]
+    assert zeros[0].tolist() == [True, False, True] + [False] * (len(zeros[0]) - 3)
     torch.testing.assert_close(kernels.weighted_sum([vectors], weights, zeros), [expected])
-    touched = [torch.ones(5 * loops.BLOCK + 7), torch.zeros(5 * loops.BLOCK + 7)]
+    touched = [torch.ones(n), torch.zeros(n)]
     kernels.weighted_sum([touched], weights, zeros)
     assert (touched[0][: loops.BLOCK] == 1).all(), "a block marked as zero is not touched"
     assert (touched[0][loops.BLOCK : 2 * loops.BLOCK] == 3).all()
