@@ -214,10 +214,7 @@ def _blocks(row: Row) -> int:
 
 def _compiled_gramian(row: Row) -> tuple[Tensor, np.ndarray]:
     products = np.empty((_blocks(row), len(row), len(row)))
-    if len(row) == 3:
-        _loops().gramian_of_three(*_arrays(row), products)
-    else:
-        _loops().gramian(_arrays(row), products)
+    _loops().gramian(_arrays(row), products)
     return torch.from_numpy(products.sum(axis=0)), ~np.einsum("bkk->b", products).astype(bool)
 
 

@@ -105,41 +105,38 @@ def gelu_backward(x, grad, out):
         write(out, i, read(grad, i) * slope)
 
 
-# reassoc lets the compiler vectorize the sums; infinities and NaNs are still propagated
+@register_jitable
+def nine_products(a, b, c, x, y, z):
+    """The inner products of each of the first three vectors with each of the last three, in float64."""
+    ax = ay = az = bx = by = bz = cx = cy = cz = 0.0
+    for e in range(a.size):
+        p, q, r = np.float64(a[e]), np.float64(b[e]), np.float64(c[e])
+        u, v, w = np.float64(x[e]), np.float64(y[e]), np.float64(z[e])
+        ax, ay, az = ax + p * u, ay + p * v, az + p * w
+        bx, by, bz = bx + q * u, by + q * v, bz + q * w
+        cx, cy, cz = cx + r * u, cy + r * v, cz + r * w
+    return (ax, ay, az), (bx, by, bz), (cx, cy, cz)
+
+
+# Three by three, because converting an element to float64 takes longer than multiplying it. If K is not a multiple of
+# 3, the last vector stands in for those that are missing. reassoc lets the compiler vectorize the sums; infinities and
+# NaNs are still propagated.
 @numba.njit(parallel=True, fastmath={"contract", "reassoc"}, error_model="numpy", cache=True)
 def gramian(vectors, products):
+    last = len(vectors) - 1
     for block in numba.prange(products.shape[0]):
         start = block * BLOCK
         stop = min(start + BLOCK, vectors[0].size)
-        for i in range(len(vectors)):
-            for j in range(i + 1):
-                x, y = vectors[i][start:stop], vectors[j][start:stop]
-                total = 0.0
-                for e in range(x.size):
-                    total += np.float64(x[e]) * np.float64(y[e])
-                products[block, i, j] = products[block, j, i] = total
-
-
-@numba.njit(parallel=True, fastmath={"contract", "reassoc"}, error_model="numpy", cache=True)
-def gramian_of_three(a, b, c, products):
-    """The same in one pass for three vectors, the usual number of tasks: each element is converted once."""
-    for block in numba.prange(products.shape[0]):
-        start = block * BLOCK
-        stop = min(start + BLOCK, a.size)
-        x, y, z = a[start:stop], b[start:stop], c[start:stop]
-        xx = xy = xz = yy = yz = zz = 0.0
-        for e in range(x.size):
-            p, q, r = np.float64(x[e]), np.float64(y[e]), np.float64(z[e])
-            xx += p * p
-            xy += p * q
-            xz += p * r
-            yy += q * q
-            yz += q * r
-            zz += r * r
-        products[block, 0, 0], products[block, 1, 1], products[block, 2, 2] = xx, yy, zz
-        products[block, 0, 1] = products[block, 1, 0] = xy
-        products[block, 0, 2] = products[block, 2, 0] = xz
-        products[block, 1, 2] = products[block, 2, 1] = yz
+        for i in range(0, last + 1, 3):
+            rows = i, min(i + 1, last), min(i + 2, last)
+            a, b, c = vectors[rows[0]][start:stop], vectors[rows[1]][start:stop], vectors[rows[2]][start:stop]
+            for j in range(0, i + 1, 3):
+                columns = j, min(j + 1, last), min(j + 2, last)
+                x, y, z = vectors[columns[0]], vectors[columns[1]], vectors[columns[2]]
+                sums = nine_products(a, b, c, x[start:stop], y[start:stop], z[start:stop])
+                for row, of_row in zip(rows, sums):  # noqa: B905, numba's zip has no strict
+                    for column, product in zip(columns, of_row):  # noqa: B905
+                        products[block, row, column] = products[block, column, row] = product
 
 
 @numba.njit(parallel=True, fastmath={"contract"}, error_model="numpy", cache=True)

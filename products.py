@@ -1,9 +1,9 @@
 """Which library multiplies float32 matrices on the CPU.
 
-torch asks Intel's MKL, which uses AVX-512 on Intel's processors only. oneDNN, which is part of torch too, uses it on AMD's
-as well: on Zen 5, whose units are 512 bits wide, a training step in fp32 takes half of the time (docs/SPEED.md). torch asks
-oneDNN if the products of float32 may be rounded to bfloat16 ("medium"). oneDNN rounds them only on processors with
-AMX, so the permission costs nothing elsewhere. That is measured before it is given.
+torch asks Intel's MKL, which uses AVX-512 on Intel's processors only. oneDNN, which is part of torch too, uses it on
+AMD's as well: on Zen 5, whose units are 512 bits wide, a training step in fp32 takes half of the time (docs/SPEED.md).
+torch asks oneDNN only if the operands of float32 products may be rounded to bfloat16 ("medium"). oneDNN makes use of
+that on processors with AMX; on others, the results have the precision of float32. This is measured before it is set.
 """
 
 import functools

@@ -64,9 +64,7 @@ def test_a_processor_that_rounds_to_bfloat16_keeps_mkl(monkeypatch: pytest.Monke
         (None, "AVX512"),  # not Linux
     ],
 )
-def test_other_processors_keep_mkl(
-    info: str | None, capability: str, machine: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_other_processors_keep_mkl(info: str | None, capability: str, machine: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.setattr(products, "_error", lambda setting: 1e-6)
     machine.unlink() if info is None else machine.write_text(info)
