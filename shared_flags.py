@@ -46,10 +46,14 @@ def with_option(given: dict[str, Any]) -> dict[str, Any]:
     return given | {"option": FINE_TUNE_MODES[mode]}
 
 
-def add_most_used(parser: ArgumentParser, epochs: int) -> None:
+MODEL_HELP = "minilm, a hub id (or HUB_ID@COMMIT), or the directory of a checkpoint or run"
+
+
+def add_most_used(
+    parser: ArgumentParser, epochs: int, model: str = "bert-base-uncased", model_help: str = MODEL_HELP
+) -> None:
     add = parser.section("most used")
-    add("--model", default="bert-base-uncased", needs=ALWAYS, metavar="NAME",
-        help="minilm, a hub id (or HUB_ID@COMMIT), or the directory of a checkpoint or run")  # fmt: skip
+    add("--model", default=model, needs=ALWAYS, metavar="NAME", help=model_help)
     add("--data", type=Path, default=Path("data"), needs=ALWAYS,
         help="directory with the course's files; data/sample comes with the project")  # fmt: skip
     add("--epochs", type=number(int, 1, 1000), default=epochs, needs=ALWAYS, metavar="N", help="passes over the data")

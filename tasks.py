@@ -179,6 +179,10 @@ class Target:
         """Turn logits into predictions, as the leaderboard grades them: (B, C) -> (B,)."""
         raise NotImplementedError
 
+    def as_labels(self, logits: Tensor) -> Tensor:
+        """Predictions that a training file may have as labels: (B, C) -> (B,)."""
+        return self.decode(logits)
+
     def score(self, predictions: np.ndarray, labels: np.ndarray) -> float:
         """Compare predictions with labels, (rows,) each; higher is better."""
         return accuracy(predictions, labels)
@@ -415,6 +419,9 @@ class Number(Target):
 
     def decode(self, logits: Tensor) -> Tensor:
         return logits.flatten()
+
+    def as_labels(self, logits: Tensor) -> Tensor:
+        return self.decode(logits).clamp(self.low, self.high)
 
     def score(self, predictions: np.ndarray, labels: np.ndarray) -> float:
         return pearson(predictions, labels)

