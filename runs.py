@@ -33,7 +33,7 @@ from interruption import Stopped
 from utils import TEMPORARY, InputError, could_not_write, read_json, remove, sha256_of, writable_directory, write_text
 
 PACKAGES = ("numpy", "numba", "tokenizers")  # a run records their versions, and torch's
-TRAINING_SCRIPTS = ("classifier.py", "multitask_classifier.py", "pretrain.py")  # scripts with --resume
+TRAINING_SCRIPTS = ("classifier.py", "multitask_classifier.py", "pretrain.py", "teacher.py")  # scripts with --resume
 LOCK = ".lock"
 
 

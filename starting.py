@@ -9,7 +9,7 @@ import sys
 import console
 
 # A user's own script may import one of these, and then nothing is shown.
-SCRIPTS = ("classifier.py", "multitask_classifier.py", "pretrain.py")
+SCRIPTS = ("classifier.py", "multitask_classifier.py", "pretrain.py", "teacher.py")
 
 if os.path.basename(sys.argv[0]) in SCRIPTS and os.environ.get("RANK", "0") == "0":  # RANK: set by torchrun
     console.show("starting")

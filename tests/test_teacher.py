@@ -1,8 +1,11 @@
 """teacher.py and unlabeled.py: logits of rows that the teacher has not seen, and of texts without labels."""
 
 import csv
+import hashlib
+import io
 import random
-from pathlib import Path
+import zipfile
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -180,6 +183,38 @@ def test_bad_flags_are_refused_in_one_line(
 def test_mpnet_that_is_not_installed_is_refused_with_the_command(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(teacher, "MPNET_PARTS", ("no-such-package",))
     with pytest.raises(teacher.InputError, match=r"Run: source setup\.sh --teacher"):
+        teacher.find_mpnet()
+
+
+def test_mpnet_is_put_together_from_its_five_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """With small files in its place; the real packages are half a gigabyte."""
+    weights = b"weights" * 1000
+    whole = io.BytesIO()
+    with zipfile.ZipFile(whole, "w") as zipped:
+        for name in teacher.MPNET_FILES:
+            zipped.writestr(f"all-mpnet-base-v2/{name}", name)
+        zipped.writestr("all-mpnet-base-v2/model.safetensors", weights)
+    contents, size = whole.getvalue(), -(-len(whole.getvalue()) // 5)
+
+    class Package:
+        def __init__(self, name: str):
+            part = int(name[-3:])
+            path = tmp_path / name / f"m.zip.{part:03}"
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(contents[(part - 1) * size : part * size])
+            self.files = [Located(path)]
+
+    class Located(PurePosixPath):
+        def locate(self) -> PurePosixPath:
+            return self
+
+    monkeypatch.setattr(teacher, "distribution", Package)
+    monkeypatch.setattr(teacher, "MPNET_SHA256", hashlib.sha256(weights).hexdigest())
+    folder = teacher.find_mpnet()
+    assert (folder / "model.safetensors").read_bytes() == weights
+    assert (folder / "vocab.txt").read_text() == "vocab.txt"
+    (folder / "model.safetensors").write_bytes(b"something else")
+    with pytest.raises(teacher.InputError, match="sha256 must be"):
         teacher.find_mpnet()
 
 
