@@ -223,16 +223,16 @@ def test_mpnet_is_put_together_from_its_five_packages(tmp_path: Path, monkeypatc
 
 def test_neighbors_are_new_pairs_of_the_most_similar_texts():
     vectors = torch.randn(60, 5, generator=torch.Generator().manual_seed(0)) * torch.rand(60, 1)  # of all lengths
-    known = {(a, a + 1) for a in range(0, 60, 2)}
-    pairs = unlabeled.neighbors(vectors, known, random.Random(0))
     unit = (vectors / vectors.norm(dim=1, keepdim=True)).double().numpy()
     cosines = unit @ unit.T
     np.fill_diagonal(cosines, -2)
+    ranks = cosines.argsort(axis=1)[:, ::-1]
+    known = {(a, int(ranks[a, 0])) for a in range(60)}  # the nearest neighbor of each, in one order
+    pairs = unlabeled.neighbors(vectors, known, random.Random(0))
     assert len(pairs) == len({frozenset(pair) for pair in pairs}) > 40
     assert not {frozenset(pair) for pair in pairs} & {frozenset(pair) for pair in known}
-    ranks = cosines.argsort(axis=1)[:, ::-1]
     for a, b in pairs:
-        assert min(ranks[a].tolist().index(b), ranks[b].tolist().index(a)) < 5, "one of four, without the known one"
+        assert min(ranks[a].tolist().index(b), ranks[b].tolist().index(a)) < 8, "one of four, without the known ones"
     assert sum(a > b for a, b in pairs) > 5, "pairs come in both orders"
     assert pairs == unlabeled.neighbors(vectors, known, random.Random(0)), "the same seed gives the same pairs"
 
