@@ -8,6 +8,7 @@ installs. Each task is learned alone, by the mean of the last hidden states and 
 
   * **Out of fold.** A teacher that has seen a row repeats its label, and labeling it again teaches nothing. So the rows
     are divided into --folds parts, and the logits of each part come from a model that was trained on the others.
+    `torchrun --nproc_per_node=2 teacher.py ...` trains two of these models at a time.
   * **More texts.** Texts without labels are labeled too, by the mean of all folds' probabilities: parts of sentences
     and pairs of similar texts, made from the training files and from --texts (unlabeled.py). Texts of dev and test are
     left out.
@@ -24,17 +25,22 @@ import argparse
 import csv
 import importlib.util
 import io
+import itertools
 import random
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
+from typing import Self
 from zipfile import ZipFile
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+import distributed
+import interruption
 import shared_flags
 from base_bert import find_checkpoint, verify_sha256
 from bert import BertModel
@@ -169,7 +175,14 @@ def with_progress(batches: list[Tensor], label: str) -> Iterator[Tensor]:
         if time.monotonic() - shown >= SECONDS_PER_LINE:
             progress_line(f"{label}, step {step} of {len(batches)}")
             shown = time.monotonic()
+        stop_if_asked()
         yield batch
+
+
+def stop_if_asked() -> None:
+    """End at a signal, which waits if there are several processes (distributed.started)."""
+    if interruption.requested():
+        interruption.stop()
 
 
 @torch.no_grad()
@@ -237,40 +250,103 @@ def embed(texts: list[str], args: argparse.Namespace) -> Tensor:
 # --- out of fold ------------------------------------------------------------------------------------------------------
 
 
-def label_task(task: Task, args: argparse.Namespace, precision: Precision, run: Run) -> None:
-    """Label a task's training rows and more texts, and write both into the run's directory."""
-    path = args.data / task.filename("train")
-    train = read_examples(task, [path], labeled=True, strict=args.strict_data)
-    report_skipped(train.skipped, len(train), str(path))
-    more = more_texts(task, train, args)
-    new_ids = [f"more{digest(list(row))[:21]}" for row in zip(*more, strict=True)]  # the same text, the same id
-    order = random.Random(args.seed).sample(range(len(train)), len(train))
-    folds = [sorted(order[fold :: args.folds]) for fold in range(args.folds)]
-    found = []
-    for fold, held_out in enumerate(folds):
-        path = run.folder / f"{task.name}-fold-{fold + 1}.npz"
-        ids = [train.ids[row] for row in held_out] + new_ids
-        if not path.is_file():
-            name = f"fold {fold + 1} of {args.folds}"
-            of_fold = fold_logits(task, train, held_out, more, args, precision, run, name)
-            write_logits(path, Predictions(ids, of_fold.numpy(), [], None))
-        found.append(read_logits(path, task, "Remove the file, and run with --resume.", labeled=False))
-        if found[-1].ids != ids:  # another machine may have found other neighbors
+@dataclass(frozen=True)
+class Work:
+    """What is labeled for a task: its training rows in parts, and further texts."""
+
+    task: Task
+    train: Examples
+    folds: list[list[int]]  # the rows of each part
+    more: Columns
+    new_ids: list[str]  # of the further texts
+
+    @classmethod
+    def of(cls, task: Task, args: argparse.Namespace) -> Self:
+        path = args.data / task.filename("train")
+        train = read_examples(task, [path], labeled=True, strict=args.strict_data)
+        report_skipped(train.skipped, len(train), str(path))
+        order = random.Random(args.seed).sample(range(len(train)), len(train))
+        folds = [sorted(order[fold :: args.folds]) for fold in range(args.folds)]
+        more = more_texts(task, train, args)
+        new_ids = [f"more{digest(list(row))[:21]}" for row in zip(*more, strict=True)]  # the same text, the same id
+        return cls(task, train, folds, more, new_ids)
+
+    def path(self, fold: int, run: Run) -> Path:
+        """The file with the logits of a part and of the further texts."""
+        return run.folder / f"{self.task.name}-fold-{fold + 1}.npz"
+
+    def read(self, fold: int, run: Run) -> Tensor:
+        path = self.path(fold, run)
+        stored = read_logits(path, self.task, "Remove the file, and run with --resume.", labeled=False)
+        if stored.ids != self.ids(fold):  # another machine may have found other neighbors
             raise InputError(
-                f"{path}: must have logits for the rows and texts of this run, found others. Remove the {task.name} "
-                "files of this run, and run with --resume."
+                f"{path}: must have logits for the rows and texts of this run, found others. Remove the "
+                f"{self.task.name} files of this run, and run with --resume."
             )
-    logits = torch.empty(len(train), task.predicts.num_logits)
-    for held_out, predictions in zip(folds, found, strict=True):
-        logits[held_out] = torch.from_numpy(predictions.logits[: len(held_out)])
-    of_more = torch.stack([torch.from_numpy(p.logits[len(rows) :]) for rows, p in zip(folds, found, strict=True)])
-    of_more = task.predicts.mean_probabilities(of_more, torch.full((args.folds,), 1 / args.folds))
-    together = torch.cat([logits, of_more]).numpy()
-    write_logits(run.folder / f"{task.name}-train.npz", Predictions([*train.ids, *new_ids], together, [], None))
+        return torch.from_numpy(stored.logits)
+
+    def ids(self, fold: int) -> list[str]:
+        return [self.train.ids[row] for row in self.folds[fold]] + self.new_ids
+
+
+def label_tasks(args: argparse.Namespace, precision: Precision, run: Run, world: World) -> None:
+    """Label the rows of every task and further texts. Several processes take turns at the folds of all tasks."""
+    works = [Work.of(TASKS[name], args) for name in args.tasks]
+    folds = [(work, fold) for work in works for fold in range(args.folds)]
+    lines = []
+    for work, fold in folds[world.rank :: world.size]:
+        if work.path(fold, run).is_file():
+            work.read(fold, run)  # refuses those of other texts before anything is trained
+        else:
+            lines.append(label_fold(work, fold, args, precision, run))
+            print(lines[-1], flush=True)
+    wait_for([work.path(fold, run) for work, fold in folds])
+    for line in itertools.chain(*world.collect(lines)[1:]):  # what the other processes could not print
+        print(line, flush=True)
+    if world.is_main:
+        for work in works:
+            combine(work, run)
+
+
+def wait_for(paths: list[Path]) -> None:
+    """Wait for other processes' files, for as long as it takes: one that has ended is noticed by its heartbeat."""
+    while not all(path.is_file() for path in paths):
+        stop_if_asked()
+        time.sleep(0.2)
+
+
+def label_fold(work: Work, fold: int, args: argparse.Namespace, precision: Precision, run: Run) -> str:
+    """Write a part's logits and those of the further texts, by a model trained on the other rows. Returns a report."""
+    task, train = work.task, work.train
+    seed_everything(args.seed)
+    teacher = Teacher(args.model, task.predicts.num_logits, args.max_length).to(precision.device)
+    rest = sorted(set(range(len(train))) - set(work.folds[fold]))
+    fine_tune(teacher, task, select(train.texts, rest), torch.tensor(train.labels)[rest], args, precision)
+    dev = read_examples(task, [args.data / task.filename("dev")], labeled=True)
+    dev_score = score_of(task, logits_of(teacher, dev.texts, args, precision), dev)
+    texts = tuple(a + b for a, b in zip(select(train.texts, work.folds[fold]), work.more, strict=True))
+    logits = logits_of(teacher, texts, args, precision)
+    write_logits(work.path(fold, run), Predictions(work.ids(fold), logits.numpy(), [], None))
+    name = f"{task.name}: fold {fold + 1} of {args.folds}"
+    return f"{name} | {len(rest)} rows | dev score {dev_score:.4f} | {run.seconds:.0f} s"
+
+
+def combine(work: Work, run: Run) -> None:
+    """Write the logits of all parts and the mean of the further texts' probabilities."""
+    task, train, new_ids = work.task, work.train, work.new_ids
+    logits, of_more = torch.empty(len(train), task.predicts.num_logits), []
+    for fold, rows in enumerate(work.folds):
+        logits[rows], rest = work.read(fold, run).split([len(rows), len(new_ids)])
+        of_more.append(rest)
+    share = torch.full((len(of_more),), 1 / len(of_more))
+    means = task.predicts.mean_probabilities(torch.stack(of_more), share)
+    ids, together = [*train.ids, *new_ids], torch.cat([logits, means]).numpy()
+    write_logits(run.folder / f"{task.name}-train.npz", Predictions(ids, together, [], None))
     files = f"{task.name}-train.npz"
     if new_ids:
         files += f", {task.name}-more.csv"
-        write_text(run.folder / f"{task.name}-more.csv", as_file(task, new_ids, more, task.predicts.as_labels(of_more)))
+        labels = task.predicts.as_labels(means)
+        write_text(run.folder / f"{task.name}-more.csv", as_file(task, new_ids, work.more, labels))
     out_of_fold = f"score out of fold {score_of(task, logits, train):.4f}"
     print(f"{task.name}: {len(train)} rows, {out_of_fold} | {len(new_ids)} more | {run.folder}: {files}", flush=True)
 
@@ -278,22 +354,6 @@ def label_task(task: Task, args: argparse.Namespace, precision: Precision, run: 
 def score_of(task: Task, logits: Tensor, examples: Examples) -> float:
     labels = torch.tensor(examples.labels).numpy()
     return score(task, Predictions(examples.ids, logits.numpy(), task.predicts.decode(logits).numpy(), labels))
-
-
-def fold_logits(
-    task: Task, train: Examples, held_out: list[int], more: Columns, args: argparse.Namespace,
-    precision: Precision, run: Run, name: str,
-) -> Tensor:  # fmt: skip
-    """The logits of the rows that are held out and of the further texts, by a model trained on the other rows."""
-    seed_everything(args.seed)
-    teacher = Teacher(args.model, task.predicts.num_logits, args.max_length).to(precision.device)
-    rest = sorted(set(range(len(train))) - set(held_out))
-    fine_tune(teacher, task, select(train.texts, rest), torch.tensor(train.labels)[rest], args, precision)
-    dev = read_examples(task, [args.data / task.filename("dev")], labeled=True)
-    dev_score = score_of(task, logits_of(teacher, dev.texts, args, precision), dev)
-    print(f"{task.name}: {name} | {len(rest)} rows | dev score {dev_score:.4f} | {run.seconds:.0f} s", flush=True)
-    texts = select(train.texts, held_out)
-    return logits_of(teacher, tuple(a + b for a, b in zip(texts, more, strict=True)), args, precision)
 
 
 def as_file(task: Task, ids: list[str], texts: Columns, values: Tensor) -> str:
@@ -332,7 +392,7 @@ def parser() -> ArgumentParser:
     add("--head_lr", type=number(float, 0, 1, above=True), default=5e-4, needs=ALWAYS, help="of the linear layer")
     add("--batch_size", type=number(int, 1, 4096), default=32, needs=ALWAYS, metavar="N", help="rows per step")
     add = new.section("files")
-    add("--more", type=number(int, 0, 10**8), default=28_000, needs=ALWAYS, metavar="N",
+    add("--more", type=number(int, 0, 10**8), default=20_000, needs=ALWAYS, metavar="N",
         help="label at most N further texts for each task")  # fmt: skip
     add("--texts", nargs="+", type=Path, needs=ALWAYS, metavar="PATH",
         help="files with a column `sentence`, of which more texts for sst and cfimdb are made (default: CFIMDB's "
@@ -361,10 +421,10 @@ def main() -> None:
     args = get_args()
     if importlib.util.find_spec("transformers") is None:
         raise InputError("teacher.py needs the package transformers. Run: source setup.sh --teacher")
-    precision = Precision(args.precision, choose_device(args.use_gpu, args.precision, args.deterministic))
-    with shared_run(World(), lambda: open_run(args)) as run:
-        for name in args.tasks:
-            label_task(TASKS[name], args, precision, run)
+    with distributed.started(args.use_gpu) as world:
+        precision = Precision(args.precision, choose_device(args.use_gpu, args.precision, args.deterministic))
+        with shared_run(world, lambda: open_run(args)) as run:
+            label_tasks(args, precision, run, world)
 
 
 if __name__ == "__main__":

@@ -96,7 +96,8 @@ MUTANTS = [
     Mutant("ensemble", "return kept / kept.sum()", "return kept", "ensemble"),
     Mutant("loops", "min(i + 1, last), min(i + 2, last)", "min(i + 1, last), min(i + 1, last)", "kernels"),
     Mutant("products", ' and _error("medium") < EXACT', "", "products"),
-    Mutant("teacher", "sorted(set(range(len(train))) - set(held_out))", "list(range(len(train)))", "teacher"),
+    Mutant("teacher", "sorted(set(range(len(train))) - set(work.folds[fold]))", "list(range(len(train)))", "teacher"),
+    Mutant("teacher", "world.collect(lines)[1:]", "world.collect(lines)[2:]", "teacher"),
     Mutant("teacher", "if comparable(row) not in taken", "if row not in taken", "teacher"),
     Mutant("unlabeled", "known | {(b, a) for a, b in known}", "known", "teacher"),
 ]

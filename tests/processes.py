@@ -22,9 +22,10 @@ import distributed
 import multitask_build
 import multitask_classifier
 import pretrain
+import teacher
 import utils
 
-SCRIPTS: dict[str, ModuleType] = {m.__name__: m for m in (classifier, multitask_classifier, pretrain)}
+SCRIPTS: dict[str, ModuleType] = {m.__name__: m for m in (classifier, multitask_classifier, pretrain, teacher)}
 
 
 def context() -> Any:
@@ -80,6 +81,12 @@ def join(rank: int, size: int, port: int) -> None:
     """Set the environment that torchrun gives to a process."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+def run_together(rank: int, size: int, port: int, script: str, flags: list[str], output: Path) -> None:
+    """In a new process: run a script together with the other processes."""
+    join(rank, size, port)
+    run_as_script(script, flags, output)
 
 
 def train_cases(rank: int, size: int, port: int, cases: dict[str, tuple[str, list[str]]], output: Path) -> None:

@@ -1,9 +1,12 @@
 """teacher.py and unlabeled.py: logits of rows that the teacher has not seen, and of texts without labels."""
 
+import contextlib
 import csv
 import hashlib
 import io
 import random
+import re
+import signal
 import zipfile
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -12,8 +15,10 @@ import numpy as np
 import pytest
 import torch
 from conftest import the_error
+from processes import free_port, run_together, start
 from torch.nn.functional import softmax
 
+import interruption
 import multitask_classifier
 import teacher
 import unlabeled
@@ -137,6 +142,44 @@ def test_a_resumed_run_keeps_the_folds_that_are_done(
     assert trained == [1]
     after = logits_in(run / "sst-train.npz", "sst")
     assert all(np.array_equal(before[key], after[key]) for key in before)
+
+
+def test_several_processes_share_the_folds_and_write_what_one_does(
+    flags: list[object], task_files: Path, tmp_path: Path, run_main: Any
+):
+    flags = [*flags, "--tasks", "sst", "para", "--folds", 3, "--more", 4]
+    one = run_main(teacher, *flags)
+    assert one.status == 0, one.err
+    written = {path.name: path.read_bytes() for path in (tmp_path / "runs" / "t").glob("*.[nc]*v*")}
+    flags[flags.index("--runs") + 1] = tmp_path / "several"
+    printed, port = [tmp_path / f"{rank}.txt" for rank in range(2)], free_port()
+    words = [str(flag) for flag in flags]
+    processes = [start(run_together, rank, 2, port, "teacher", words, path) for rank, path in enumerate(printed)]
+    for process in processes:
+        process.join(timeout=240)
+    first, second = (path.read_text() for path in printed)
+    assert [process.exitcode for process in processes] == [0, 0], first + second
+    run = tmp_path / "several" / "t"
+    for name, content in written.items():
+        if name.endswith(".csv"):
+            assert (run / name).read_bytes() == content
+        else:
+            task = name.split("-")[0]
+            wanted, found = (logits_in(folder / name, task) for folder in (tmp_path / "runs" / "t", run))
+            assert all(np.array_equal(wanted[key], found[key]) for key in wanted)
+    assert second == ""
+    without_time = [sorted(re.sub(r"\| \d+ s|\S+/t:", "", text).splitlines()) for text in (one.out, first)]
+    assert without_time[0] == without_time[1]
+
+
+def test_a_process_that_waits_for_another_ends_at_a_signal(tmp_path: Path):
+    written = tmp_path / "written"
+    written.touch()
+    teacher.wait_for([written])
+    with interruption.handled(), contextlib.suppress(interruption.Stopped), interruption.deferred():
+        signal.raise_signal(signal.SIGTERM)
+        teacher.wait_for([written, tmp_path / "never written"])
+        pytest.fail("it did not end")
 
 
 def test_a_fold_that_was_written_for_other_texts_is_refused(flags: list[object], tmp_path: Path, run_main: Any):
