@@ -7,7 +7,8 @@ The encoder is any of the transformers library: a hub id, a directory, or `mpnet
 installs. Each task is learned alone, by the mean of the last hidden states and a linear layer.
 
   * **Out of fold.** A teacher that has seen a row repeats its label, and labeling it again teaches nothing. So the rows
-    are divided into --folds parts, and the logits of each part come from a model that was trained on the others.
+    are divided into --folds parts, and the logits of each part come from a model that was trained on the others. More
+    parts make better models, since each is trained on more rows, and take longer.
     `torchrun --nproc_per_node=2 teacher.py ...` trains two of these models at a time.
   * **More texts.** Texts without labels are labeled too, by the mean of all folds' probabilities: parts of sentences
     and pairs of similar texts, made from the training files and from --texts (unlabeled.py). Texts of dev and test are
@@ -120,6 +121,9 @@ class Teacher(nn.Module):
             raise InputError(
                 f"--model {model}: transformers cannot load it: {reason} Use mpnet, a hub id, or a directory."
             ) from error
+        # The word embeddings stay as they are: a few thousand rows have few of the words, and a gradient for every word
+        # took an eighth of a step on a CPU.
+        self.encoder.get_input_embeddings().requires_grad_(False)
         self.pool = MeanPooler(self.encoder)
         self.dropout = nn.Dropout(0.1)
         self.linear = nn.Linear(self.encoder.config.hidden_size, outputs)
@@ -146,8 +150,9 @@ def fine_tune(
 ) -> None:
     """Train on these rows with the task's default loss, a linear schedule, and pairs in random order."""
     objective = build_objective(task.predicts.default_loss, task, args)
+    body = [parameter for parameter in teacher.encoder.parameters() if parameter.requires_grad]
     heads = list(teacher.linear.parameters())
-    update = AdamW([{"params": list(teacher.encoder.parameters())}, {"params": heads, "lr": args.head_lr}], lr=args.lr)
+    update = AdamW([{"params": body}, {"params": heads, "lr": args.head_lr}], lr=args.lr)
     costs, rng = lengths(texts), random.Random(args.seed)
     epochs = (epoch_generator(args.seed, epoch) for epoch in range(args.epochs))
     batches = [rows for generator in epochs for rows in bucketed_rows(costs, args.batch_size, generator)]
@@ -261,12 +266,12 @@ class Work:
     new_ids: list[str]  # of the further texts
 
     @classmethod
-    def of(cls, task: Task, args: argparse.Namespace) -> Self:
+    def of(cls, task: Task, parts: int, args: argparse.Namespace) -> Self:
         path = args.data / task.filename("train")
         train = read_examples(task, [path], labeled=True, strict=args.strict_data)
         report_skipped(train.skipped, len(train), str(path))
         order = random.Random(args.seed).sample(range(len(train)), len(train))
-        folds = [sorted(order[fold :: args.folds]) for fold in range(args.folds)]
+        folds = [sorted(order[part::parts]) for part in range(parts)]
         more = more_texts(task, train, args)
         new_ids = [f"more{digest(list(row))[:21]}" for row in zip(*more, strict=True)]  # the same text, the same id
         return cls(task, train, folds, more, new_ids)
@@ -291,8 +296,8 @@ class Work:
 
 def label_tasks(args: argparse.Namespace, precision: Precision, run: Run, world: World) -> None:
     """Label the rows of every task and further texts. Several processes take turns at the folds of all tasks."""
-    works = [Work.of(TASKS[name], args) for name in args.tasks]
-    folds = [(work, fold) for work in works for fold in range(args.folds)]
+    works = [Work.of(TASKS[name], parts, args) for name, parts in zip(args.tasks, args.folds, strict=True)]
+    folds = [(work, fold) for work in works for fold in range(len(work.folds))]
     lines = []
     for work, fold in folds[world.rank :: world.size]:
         if work.path(fold, run).is_file():
@@ -327,7 +332,7 @@ def label_fold(work: Work, fold: int, args: argparse.Namespace, precision: Preci
     texts = tuple(a + b for a, b in zip(select(train.texts, work.folds[fold]), work.more, strict=True))
     logits = logits_of(teacher, texts, args, precision)
     write_logits(work.path(fold, run), Predictions(work.ids(fold), logits.numpy(), [], None))
-    name = f"{task.name}: fold {fold + 1} of {args.folds}"
+    name = f"{task.name}: fold {fold + 1} of {len(work.folds)}"
     return f"{name} | {len(rest)} rows | dev score {dev_score:.4f} | {run.seconds:.0f} s"
 
 
@@ -386,8 +391,9 @@ def parser() -> ArgumentParser:
     add("--tasks", nargs="+", choices=sorted(TASKS), default=["sst", "para"], needs=ALWAYS, help="tasks to label")
     add("--resume", action=Switch, needs=ALWAYS, help="continue the run --name: the folds that are done are kept")
     add = new.section("optimization")
-    add("--folds", type=number(int, 2, 100), default=2, needs=ALWAYS, metavar="N",
-        help="label each of N parts of the rows by a model that was trained on the others")  # fmt: skip
+    add("--folds", nargs="+", type=number(int, 2, 100), default=[2], needs=ALWAYS, metavar="N",
+        help="label each of N parts of the rows by a model that was trained on the others; several numbers: one for "
+        "each of --tasks")  # fmt: skip
     add("--lr", type=number(float, 0, 1, above=True), default=4e-5, needs=ALWAYS, help="learning rate of the encoder")
     add("--head_lr", type=number(float, 0, 1, above=True), default=5e-4, needs=ALWAYS, help="of the linear layer")
     add("--batch_size", type=number(int, 1, 4096), default=32, needs=ALWAYS, metavar="N", help="rows per step")
@@ -404,6 +410,13 @@ def parser() -> ArgumentParser:
 def get_args(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser().parse(argv)
     args.tasks = list(dict.fromkeys(args.tasks))
+    if len(args.folds) == 1:
+        args.folds *= len(args.tasks)
+    if len(args.folds) != len(args.tasks):
+        raise InputError(
+            f"--folds must be one number, or one for each of the tasks {' '.join(args.tasks)}, found "
+            f"{len(args.folds)} numbers. Give {len(args.tasks)}."
+        )
     args.name = shared_flags.run_name(args, "teacher")
     return args
 

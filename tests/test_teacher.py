@@ -147,7 +147,7 @@ def test_a_resumed_run_keeps_the_folds_that_are_done(
 def test_several_processes_share_the_folds_and_write_what_one_does(
     flags: list[object], task_files: Path, tmp_path: Path, run_main: Any
 ):
-    flags = [*flags, "--tasks", "sst", "para", "--folds", 3, "--more", 4]
+    flags = [*flags, "--tasks", "sst", "para", "--folds", 3, 2, "--more", 4]
     one = run_main(teacher, *flags)
     assert one.status == 0, one.err
     written = {path.name: path.read_bytes() for path in (tmp_path / "runs" / "t").glob("*.[nc]*v*")}
@@ -225,6 +225,7 @@ def test_fine_tuning_learns_the_rows(tiny_checkpoint: Path):
     [
         (["--model", "/nowhere/at/all"], "transformers cannot load it"),
         (["--folds", "1"], "--folds: must be a whole number, at least 2"),
+        (["--folds", "2", "3", "4"], "one for each of the tasks sst para, found 3 numbers. Give 2."),
         (["--name", "a/b"], "must be a plain name"),
     ],
 )
