@@ -30,7 +30,7 @@ import itertools
 import random
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Self
@@ -51,7 +51,7 @@ from distributed import World
 from evaluation import read_logits, score, write_logits
 from flags import ALWAYS, ArgumentParser, Switch, number
 from heads import MeanPooler
-from losses import build_objective
+from losses import TaskLoss, build_objective
 from optimizer import AdamW, build_schedule
 from readers import Examples, read_examples, report_skipped
 from runs import Run, shared_run
@@ -145,17 +145,36 @@ def lengths(texts: Columns) -> Tensor:
     return torch.tensor([sum(map(len, row)) for row in zip(*texts, strict=True)])
 
 
+@dataclass(frozen=True)
+class FineTuning:
+    """How every model is built and trained."""
+
+    model: str
+    max_length: int
+    epochs: int
+    batch_size: int
+    lr: float
+    head_lr: float
+    seed: int
+    precision: Precision
+
+    @classmethod
+    def of(cls, args: argparse.Namespace, precision: Precision) -> Self:
+        names = [field.name for field in fields(cls) if field.name != "precision"]
+        return cls(**{name: getattr(args, name) for name in names}, precision=precision)
+
+
 def fine_tune(
-    teacher: Teacher, task: Task, texts: Columns, labels: Tensor, args: argparse.Namespace, precision: Precision
+    teacher: Teacher, task: Task, objective: TaskLoss, texts: Columns, labels: Tensor, settings: FineTuning
 ) -> None:
-    """Train on these rows with the task's default loss, a linear schedule, and pairs in random order."""
-    objective = build_objective(task.predicts.default_loss, task, args)
+    """Train on these rows with a linear schedule, and with pairs in random order."""
+    precision = settings.precision
     body = [parameter for parameter in teacher.encoder.parameters() if parameter.requires_grad]
     heads = list(teacher.linear.parameters())
-    update = AdamW([{"params": body}, {"params": heads, "lr": args.head_lr}], lr=args.lr)
-    costs, rng = lengths(texts), random.Random(args.seed)
-    epochs = (epoch_generator(args.seed, epoch) for epoch in range(args.epochs))
-    batches = [rows for generator in epochs for rows in bucketed_rows(costs, args.batch_size, generator)]
+    update = AdamW([{"params": body}, {"params": heads, "lr": settings.head_lr}], lr=settings.lr)
+    costs, rng = lengths(texts), random.Random(settings.seed)
+    epochs = (epoch_generator(settings.seed, epoch) for epoch in range(settings.epochs))
+    batches = [rows for generator in epochs for rows in bucketed_rows(costs, settings.batch_size, generator)]
     schedule = build_schedule(update, "linear", len(batches), 0.1)
     teacher.train()
     for rows in with_progress(batches, f"{task.name}: training"):
@@ -191,12 +210,12 @@ def stop_if_asked() -> None:
 
 
 @torch.no_grad()
-def logits_of(teacher: Teacher, texts: Columns, args: argparse.Namespace, precision: Precision) -> Tensor:
+def logits_of(teacher: Teacher, texts: Columns, settings: FineTuning) -> Tensor:
     """(rows, C), on the CPU."""
     teacher.eval()
-    batches = sorted_rows(lengths(texts), 2 * args.batch_size)
+    batches = sorted_rows(lengths(texts), 2 * settings.batch_size)
     found = []
-    with precision.autocast():
+    with settings.precision.autocast():
         for rows in with_progress(batches, "labeling"):
             found.append(teacher(select(texts, rows.tolist())).float().cpu())
     return torch.cat(found)[torch.cat(batches).argsort()]
@@ -212,7 +231,7 @@ def more_texts(task: Task, train: Examples, args: argparse.Namespace) -> Columns
         unique = list(dict.fromkeys(text for column in train.texts for text in column))
         places = {text: place for place, text in enumerate(unique)}
         known = {(places[a], places[b]) for a, b in zip(*train.texts, strict=True)}
-        pairs = neighbors(embed(unique, args), known, rng)
+        pairs = neighbors(embed(unique, args.max_length), known, rng)
         rows = [(unique[a], unique[b]) for a, b in pairs]
     else:
         read = [read_examples(CFIMDB, [path], labeled=False, repeated_ids=True).texts[0] for path in texts_of(args)]
@@ -239,9 +258,9 @@ def comparable(row: tuple[str, ...]) -> tuple[str, ...]:
 
 
 @torch.no_grad()
-def embed(texts: list[str], args: argparse.Namespace) -> Tensor:
+def embed(texts: list[str], max_length: int) -> Tensor:
     """The mean of minilm's last hidden states for every text: (rows, H)."""
-    tokenizer = BertTokenizer.from_pretrained("minilm", max_length=args.max_length)
+    tokenizer = BertTokenizer.from_pretrained("minilm", max_length=max_length)
     bert = BertModel.from_pretrained("minilm").eval()
     pool, found = MeanPooler(bert), []
     batches = sorted_rows(lengths((texts,)), 128)
@@ -260,7 +279,9 @@ class Work:
     """What is labeled for a task: its training rows in parts, and further texts."""
 
     task: Task
+    objective: TaskLoss  # the task's default loss
     train: Examples
+    dev: Examples
     folds: list[list[int]]  # the rows of each part
     more: Columns
     new_ids: list[str]  # of the further texts
@@ -274,7 +295,9 @@ class Work:
         folds = [sorted(order[part::parts]) for part in range(parts)]
         more = more_texts(task, train, args)
         new_ids = [f"more{digest(list(row))[:21]}" for row in zip(*more, strict=True)]  # the same text, the same id
-        return cls(task, train, folds, more, new_ids)
+        dev = read_examples(task, [args.data / task.filename("dev")], labeled=True)
+        objective = build_objective(task.predicts.default_loss, task, args)
+        return cls(task, objective, train, dev, folds, more, new_ids)
 
     def path(self, fold: int, run: Run) -> Path:
         """The file with the logits of a part and of the further texts."""
@@ -294,16 +317,15 @@ class Work:
         return [self.train.ids[row] for row in self.folds[fold]] + self.new_ids
 
 
-def label_tasks(args: argparse.Namespace, precision: Precision, run: Run, world: World) -> None:
+def label_all(works: list[Work], settings: FineTuning, run: Run, world: World) -> None:
     """Label the rows of every task and further texts. Several processes take turns at the folds of all tasks."""
-    works = [Work.of(TASKS[name], parts, args) for name, parts in zip(args.tasks, args.folds, strict=True)]
     folds = [(work, fold) for work in works for fold in range(len(work.folds))]
     lines = []
     for work, fold in folds[world.rank :: world.size]:
         if work.path(fold, run).is_file():
             work.read(fold, run)  # refuses those of other texts before anything is trained
         else:
-            lines.append(label_fold(work, fold, args, precision, run))
+            lines.append(label_fold(work, fold, settings, run))
             print(lines[-1], flush=True)
     wait_for([work.path(fold, run) for work, fold in folds])
     for line in itertools.chain(*world.collect(lines)[1:]):  # what the other processes could not print
@@ -320,17 +342,16 @@ def wait_for(paths: list[Path]) -> None:
         time.sleep(0.2)
 
 
-def label_fold(work: Work, fold: int, args: argparse.Namespace, precision: Precision, run: Run) -> str:
+def label_fold(work: Work, fold: int, settings: FineTuning, run: Run) -> str:
     """Write a part's logits and those of the further texts, by a model trained on the other rows. Returns a report."""
     task, train = work.task, work.train
-    seed_everything(args.seed)
-    teacher = Teacher(args.model, task.predicts.num_logits, args.max_length).to(precision.device)
+    seed_everything(settings.seed)
+    teacher = Teacher(settings.model, task.predicts.num_logits, settings.max_length).to(settings.precision.device)
     rest = sorted(set(range(len(train))) - set(work.folds[fold]))
-    fine_tune(teacher, task, select(train.texts, rest), torch.tensor(train.labels)[rest], args, precision)
-    dev = read_examples(task, [args.data / task.filename("dev")], labeled=True)
-    dev_score = score_of(task, logits_of(teacher, dev.texts, args, precision), dev)
+    fine_tune(teacher, task, work.objective, select(train.texts, rest), torch.tensor(train.labels)[rest], settings)
+    dev_score = score_of(task, logits_of(teacher, work.dev.texts, settings), work.dev)
     texts = tuple(a + b for a, b in zip(select(train.texts, work.folds[fold]), work.more, strict=True))
-    logits = logits_of(teacher, texts, args, precision)
+    logits = logits_of(teacher, texts, settings)
     write_logits(work.path(fold, run), Predictions(work.ids(fold), logits.numpy(), [], None))
     name = f"{task.name}: fold {fold + 1} of {len(work.folds)}"
     return f"{name} | {len(rest)} rows | dev score {dev_score:.4f} | {run.seconds:.0f} s"
@@ -437,7 +458,8 @@ def main() -> None:
     with distributed.started(args.use_gpu) as world:
         precision = Precision(args.precision, choose_device(args.use_gpu, args.precision, args.deterministic))
         with shared_run(world, lambda: open_run(args)) as run:
-            label_tasks(args, precision, run, world)
+            works = [Work.of(TASKS[name], parts, args) for name, parts in zip(args.tasks, args.folds, strict=True)]
+            label_all(works, FineTuning.of(args, precision), run, world)
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ def test_every_row_is_labeled_by_a_teacher_that_has_not_seen_it(
     seen: list[set[str]] = []
     labeled: list[list[str]] = []
 
-    def fine_tune(model: teacher.Teacher, task: Any, texts: teacher.Columns, *rest: object) -> None:
+    def fine_tune(model: teacher.Teacher, task: Any, objective: Any, texts: teacher.Columns, *rest: object) -> None:
         seen.append(set(texts[0]))
 
     def logits_of(model: teacher.Teacher, texts: teacher.Columns, *rest: object) -> torch.Tensor:
@@ -211,13 +211,14 @@ def test_the_teacher_is_the_mean_of_the_hidden_states_and_a_linear_layer(tiny_ch
 
 
 def test_fine_tuning_learns_the_rows(tiny_checkpoint: Path):
-    args = teacher.get_args(["--epochs", "30", "--batch_size", "4", "--lr", "3e-3", "--head_lr", "1e-2"])
+    args = teacher.get_args(["--epochs", "60", "--batch_size", "4", "--lr", "3e-3", "--head_lr", "1e-2"])
     torch.manual_seed(0)
     model = teacher.Teacher(str(tiny_checkpoint), 5, 32)
     texts, labels = (["good", "bad", "dull", "bright", "slow"],), torch.arange(5)
-    precision = teacher.Precision("fp32", torch.device("cpu"))
-    teacher.fine_tune(model, TASKS["sst"], texts, labels, args, precision)
-    assert teacher.logits_of(model, texts, args, precision).argmax(dim=1).tolist() == [0, 1, 2, 3, 4]
+    settings = teacher.FineTuning.of(args, teacher.Precision("fp32", torch.device("cpu")))
+    objective = teacher.build_objective("ce", TASKS["sst"], args)
+    teacher.fine_tune(model, TASKS["sst"], objective, texts, labels, settings)
+    assert teacher.logits_of(model, texts, settings).argmax(dim=1).tolist() == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(
