@@ -165,9 +165,9 @@ class FineTuning:
 
 
 def fine_tune(
-    teacher: Teacher, task: Task, objective: TaskLoss, texts: Columns, labels: Tensor, settings: FineTuning
+    teacher: Teacher, task: Task, objective: TaskLoss, texts: Columns, labels: Tensor, settings: FineTuning, name: str
 ) -> None:
-    """Train on these rows with a linear schedule, and with pairs in random order."""
+    """Train on these rows with a linear schedule, and with pairs in random order. `name` is for lines of progress."""
     precision = settings.precision
     body = [parameter for parameter in teacher.encoder.parameters() if parameter.requires_grad]
     heads = list(teacher.linear.parameters())
@@ -177,7 +177,7 @@ def fine_tune(
     batches = [rows for generator in epochs for rows in bucketed_rows(costs, settings.batch_size, generator)]
     schedule = build_schedule(update, "linear", len(batches), 0.1)
     teacher.train()
-    for rows in with_progress(batches, f"{task.name}: training"):
+    for rows in with_progress(batches, f"{name}: training"):
         chosen = select(texts, rows.tolist())
         chosen = chosen[::-1] if rng.random() < 0.5 else chosen  # a single column stays what it is
         with precision.autocast():
@@ -210,13 +210,13 @@ def stop_if_asked() -> None:
 
 
 @torch.no_grad()
-def logits_of(teacher: Teacher, texts: Columns, settings: FineTuning) -> Tensor:
-    """(rows, C), on the CPU."""
+def logits_of(teacher: Teacher, texts: Columns, settings: FineTuning, name: str) -> Tensor:
+    """(rows, C), on the CPU. `name` is for lines of progress."""
     teacher.eval()
     batches = sorted_rows(lengths(texts), 2 * settings.batch_size)
     found = []
     with settings.precision.autocast():
-        for rows in with_progress(batches, "labeling"):
+        for rows in with_progress(batches, f"{name}: labeling"):
             found.append(teacher(select(texts, rows.tolist())).float().cpu())
     return torch.cat(found)[torch.cat(batches).argsort()]
 
@@ -345,15 +345,16 @@ def wait_for(paths: list[Path]) -> None:
 def label_fold(work: Work, fold: int, settings: FineTuning, run: Run) -> str:
     """Write a part's logits and those of the further texts, by a model trained on the other rows. Returns a report."""
     task, train = work.task, work.train
+    name = f"{task.name}: fold {fold + 1} of {len(work.folds)}"
     seed_everything(settings.seed)
     teacher = Teacher(settings.model, task.predicts.num_logits, settings.max_length).to(settings.precision.device)
     rest = sorted(set(range(len(train))) - set(work.folds[fold]))
-    fine_tune(teacher, task, work.objective, select(train.texts, rest), torch.tensor(train.labels)[rest], settings)
-    dev_score = score_of(task, logits_of(teacher, work.dev.texts, settings), work.dev)
+    labels = torch.tensor(train.labels)[rest]
+    fine_tune(teacher, task, work.objective, select(train.texts, rest), labels, settings, name)
+    dev_score = score_of(task, logits_of(teacher, work.dev.texts, settings, name), work.dev)
     texts = tuple(a + b for a, b in zip(select(train.texts, work.folds[fold]), work.more, strict=True))
-    logits = logits_of(teacher, texts, settings)
+    logits = logits_of(teacher, texts, settings, name)
     write_logits(work.path(fold, run), Predictions(work.ids(fold), logits.numpy(), [], None))
-    name = f"{task.name}: fold {fold + 1} of {len(work.folds)}"
     return f"{name} | {len(rest)} rows | dev score {dev_score:.4f} | {run.seconds:.0f} s"
 
 

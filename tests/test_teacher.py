@@ -144,6 +144,17 @@ def test_a_resumed_run_keeps_the_folds_that_are_done(
     assert all(np.array_equal(before[key], after[key]) for key in before)
 
 
+def test_lines_of_progress_name_the_task_and_the_fold(
+    flags: list[object], run_main: Any, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(teacher, "SECONDS_PER_LINE", 0)
+    done = run_main(teacher, *flags, "--tasks", "sst", "--folds", 2, "--more", 0)
+    assert done.status == 0, done.err
+    for fold in (1, 2):
+        assert f"sst: fold {fold} of 2: training, step 0 of" in done.out
+        assert f"sst: fold {fold} of 2: labeling, step 0 of" in done.out
+
+
 def test_several_processes_share_the_folds_and_write_what_one_does(
     flags: list[object], task_files: Path, tmp_path: Path, run_main: Any
 ):
@@ -217,8 +228,8 @@ def test_fine_tuning_learns_the_rows(tiny_checkpoint: Path):
     texts, labels = (["good", "bad", "dull", "bright", "slow"],), torch.arange(5)
     settings = teacher.FineTuning.of(args, teacher.Precision("fp32", torch.device("cpu")))
     objective = teacher.build_objective("ce", TASKS["sst"], args)
-    teacher.fine_tune(model, TASKS["sst"], objective, texts, labels, settings)
-    assert teacher.logits_of(model, texts, settings).argmax(dim=1).tolist() == [0, 1, 2, 3, 4]
+    teacher.fine_tune(model, TASKS["sst"], objective, texts, labels, settings, "sst")
+    assert teacher.logits_of(model, texts, settings, "sst").argmax(dim=1).tolist() == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(
