@@ -10,6 +10,7 @@ installs. Each task is learned alone, by the mean of the last hidden states and 
     are divided into --folds parts, and the logits of each part come from a model that was trained on the others. More
     parts make better models, since each is trained on more rows, and take longer.
     `torchrun --nproc_per_node=2 teacher.py ...` trains two of these models at a time.
+  * **Calibrated.** The logits get a scale and offsets, fitted on the rows that the models have not seen.
   * **More texts.** Texts without labels are labeled too, by the mean of all folds' probabilities: parts of sentences
     and pairs of similar texts, made from the training files and from --texts (unlabeled.py). Texts of dev and test are
     left out.
@@ -359,14 +360,16 @@ def label_fold(work: Work, fold: int, settings: FineTuning, run: Run) -> str:
 
 
 def combine(work: Work, run: Run) -> None:
-    """Write the logits of all parts and the mean of the further texts' probabilities."""
+    """Write the calibrated logits of all parts and the mean of the further texts' probabilities."""
     task, train, new_ids = work.task, work.train, work.new_ids
-    logits, of_more = torch.empty(len(train), task.predicts.num_logits), []
+    raw, of_more = torch.empty(len(train), task.predicts.num_logits), []
     for fold, rows in enumerate(work.folds):
-        logits[rows], rest = work.read(fold, run).split([len(rows), len(new_ids)])
+        raw[rows], rest = work.read(fold, run).split([len(rows), len(new_ids)])
         of_more.append(rest)
+    scale, offsets = calibration(raw, torch.tensor(train.labels), task, work.objective)
+    logits = raw * scale + offsets
     share = torch.full((len(of_more),), 1 / len(of_more))
-    means = task.predicts.mean_probabilities(torch.stack(of_more), share)
+    means = task.predicts.mean_probabilities(torch.stack(of_more) * scale + offsets, share)
     ids, together = [*train.ids, *new_ids], torch.cat([logits, means]).numpy()
     write_logits(run.folder / f"{task.name}-train.npz", Predictions(ids, together, [], None))
     files = f"{task.name}-train.npz"
@@ -374,8 +377,30 @@ def combine(work: Work, run: Run) -> None:
         files += f", {task.name}-more.csv"
         labels = task.predicts.as_labels(means)
         write_text(run.folder / f"{task.name}-more.csv", as_file(task, new_ids, work.more, labels))
-    out_of_fold = f"score out of fold {score_of(task, logits, train):.4f}"
+    out_of_fold = f"score out of fold {score_of(task, logits, train):.4f}, scale {scale:.2f}"
     print(f"{task.name}: {len(train)} rows, {out_of_fold} | {len(new_ids)} more | {run.folder}: {files}", flush=True)
+
+
+def calibration(logits: Tensor, labels: Tensor, task: Task, objective: TaskLoss) -> tuple[float, Tensor]:
+    """Fit the scale and the C offsets of the logits that minimize the loss on rows the teacher has not seen.
+
+    A fine-tuned encoder is too sure of its predictions: its probabilities are more extreme than it is right, and their
+    mean differs from the labels' mean. A student would learn that too. Guo et al. 2017 (arXiv:1706.04599), section 4.2.
+    Deviation: one scale as in temperature scaling, one offset for every class as in Platt scaling.
+    """
+    log_scale, offsets = torch.zeros((), dtype=torch.float64), torch.zeros(logits.shape[1], dtype=torch.float64)
+    parameters = [log_scale.requires_grad_(), offsets.requires_grad_()]
+    search = torch.optim.LBFGS(parameters, max_iter=100, line_search_fn="strong_wolfe")
+    batch, logits = Batch(task.name, [], (), labels), logits.double()
+
+    def loss() -> Tensor:
+        search.zero_grad()
+        value = objective(Output(logits * log_scale.exp() + offsets, ()), batch)
+        value.backward()
+        return value.detach()
+
+    search.step(loss)
+    return log_scale.exp().item(), offsets.detach().float()
 
 
 def score_of(task: Task, logits: Tensor, examples: Examples) -> float:

@@ -1,5 +1,6 @@
 """teacher.py and unlabeled.py: logits of rows that the teacher has not seen, and of texts without labels."""
 
+import argparse
 import contextlib
 import csv
 import hashlib
@@ -16,6 +17,7 @@ import pytest
 import torch
 from conftest import the_error
 from processes import free_port, run_together, start
+from sklearn.linear_model import LogisticRegression
 from torch.nn.functional import softmax
 
 import interruption
@@ -77,6 +79,7 @@ def test_every_row_is_labeled_by_a_teacher_that_has_not_seen_it(
 
     monkeypatch.setattr(teacher, "fine_tune", fine_tune)
     monkeypatch.setattr(teacher, "logits_of", logits_of)
+    monkeypatch.setattr(teacher, "calibration", lambda *rest: (1.0, torch.zeros(5)))
     done = run_main(teacher, *flags, "--tasks", "sst", "--folds", 3, "--more", 0)
     assert done.status == 0, done.err
     train = read_examples(TASKS["sst"], [task_files / TASKS["sst"].filename("train")], labeled=True)
@@ -90,11 +93,19 @@ def test_every_row_is_labeled_by_a_teacher_that_has_not_seen_it(
         assert written[identifier].tolist() == [fold] * 5
 
 
-def test_more_texts_get_the_mean_of_all_folds_probabilities(flags: list[object], tmp_path: Path, run_main: Any):
+def test_all_logits_are_calibrated_and_more_texts_get_the_mean_of_all_folds_probabilities(
+    flags: list[object], tmp_path: Path, run_main: Any, monkeypatch: pytest.MonkeyPatch
+):
+    scale, offsets = 0.5, np.linspace(-1, 1, 5, dtype=np.float32)
+    monkeypatch.setattr(teacher, "calibration", lambda *rest: (scale, torch.from_numpy(offsets)))
     run_main(teacher, *flags, "--tasks", "sst", "--folds", 3, "--more", 4)
     run = tmp_path / "runs" / "t"
     written = logits_in(run / "sst-train.npz", "sst")
-    folds = [logits_in(run / f"sst-fold-{k}.npz", "sst") for k in (1, 2, 3)]
+    raw = [logits_in(run / f"sst-fold-{k}.npz", "sst") for k in (1, 2, 3)]
+    folds = [{key: value * scale + offsets for key, value in fold.items()} for fold in raw]
+    for identifier in set(written) - set.intersection(*map(set, folds)):
+        fold = next(fold for fold in folds if identifier in fold)
+        np.testing.assert_allclose(written[identifier], fold[identifier], rtol=1e-6)
     rows = list(csv.DictReader((run / "sst-more.csv").open(newline=""), delimiter="\t"))
     assert len(rows) == 4
     for row in rows:
@@ -102,6 +113,46 @@ def test_more_texts_get_the_mean_of_all_folds_probabilities(flags: list[object],
         found = softmax(torch.from_numpy(written[row["id"]]), dim=0).numpy()
         np.testing.assert_allclose(found, probabilities, rtol=1e-5)
         assert int(row["sentiment"]) == probabilities.argmax()
+
+
+def calibration(name: str, logits: np.ndarray, labels: np.ndarray) -> tuple[float, np.ndarray]:
+    task = TASKS[name]
+    objective = teacher.build_objective(task.predicts.default_loss, task, argparse.Namespace())
+    scale, offsets = teacher.calibration(torch.from_numpy(logits).float(), torch.from_numpy(labels), task, objective)
+    return scale, offsets.numpy()
+
+
+def test_calibration_of_probabilities_is_logistic_regression():
+    rng = np.random.default_rng(0)
+    logits = rng.normal(0, 4, (500, 1))
+    labels = (logits[:, 0] / 3 + 1 + rng.logistic(size=500) > 0).astype(np.float32)
+    scale, offsets = calibration("para", logits, labels)
+    reference = LogisticRegression(C=1e12, tol=1e-10).fit(logits, labels)
+    np.testing.assert_allclose([scale, *offsets], [*reference.coef_[0], *reference.intercept_], rtol=1e-4)
+
+
+def test_calibration_of_numbers_is_a_straight_line():
+    rng = np.random.default_rng(0)
+    logits = rng.normal(2, 1, (500, 1))
+    labels = (0.7 * logits[:, 0] + 0.5 + rng.normal(size=500)).astype(np.float32)
+    scale, offsets = calibration("sts", logits, labels)
+    np.testing.assert_allclose([scale, *offsets], np.polyfit(logits[:, 0], labels, 1), rtol=1e-4)
+
+
+def test_calibration_of_categories_finds_the_scale_and_the_offsets_that_the_labels_were_drawn_with():
+    rng = np.random.default_rng(0)
+    true, offsets = rng.normal(size=(20_000, 5)), np.array([0.5, 0.2, -0.4, -0.8, 0.5])
+    labels = (true + rng.gumbel(size=true.shape)).argmax(axis=1)  # drawn with probabilities softmax(true)
+    scale, found = calibration("sst", (true - offsets) * 2.5, labels)
+    assert scale == pytest.approx(1 / 2.5, rel=0.05)
+    np.testing.assert_allclose(found - found.mean(), offsets, atol=0.05)
+
+
+def test_calibration_of_logits_that_are_always_right_is_finite():
+    labels = np.arange(5)
+    scale, offsets = calibration("sst", np.eye(5), labels)
+    assert scale > 1
+    assert np.isfinite([scale, *offsets]).all()
 
 
 @pytest.mark.parametrize("task", ["sst", "para"])
