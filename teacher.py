@@ -7,8 +7,8 @@ The encoder is any of the transformers library: a hub id, a directory, or `mpnet
 installs. Each task is learned alone, by the mean of the last hidden states and a linear layer.
 
   * **Out of fold.** A teacher that has seen a row repeats its label, and labeling it again teaches nothing. So the rows
-    are divided into --folds parts, and the logits of each part come from a model that was trained on the others. More
-    parts make better models, since each is trained on more rows, and take longer.
+    are divided into --folds parts, and the logits of each part come from a model that was trained on the others. With
+    more parts, there are more models, each is trained on more rows, and labeling takes longer.
     `torchrun --nproc_per_node=2 teacher.py ...` trains two of these models at a time.
   * **Calibrated.** The logits get a scale and offsets, fitted on the rows that the models have not seen.
   * **More texts.** Texts without labels are labeled too, by the mean of all folds' probabilities: parts of sentences
@@ -384,9 +384,9 @@ def combine(work: Work, run: Run) -> None:
 def calibration(logits: Tensor, labels: Tensor, task: Task, objective: TaskLoss) -> tuple[float, Tensor]:
     """Fit the scale and the C offsets of the logits that minimize the loss on rows the teacher has not seen.
 
-    A fine-tuned encoder is too sure of its predictions: its probabilities are more extreme than it is right, and their
-    mean differs from the labels' mean. A student would learn that too. Guo et al. 2017 (arXiv:1706.04599), section 4.2.
-    Deviation: one scale as in temperature scaling, one offset for every class as in Platt scaling.
+    A fine-tuned encoder is overconfident: its probabilities are more extreme than its accuracy justifies, and their
+    mean can differ from that of the labels. A student would learn both. Guo et al. 2017 (arXiv:1706.04599), section 4.
+    Deviation: one scale as in temperature scaling, and one offset for each class as in Platt scaling.
     """
     log_scale, offsets = torch.zeros((), dtype=torch.float64), torch.zeros(logits.shape[1], dtype=torch.float64)
     parameters = [log_scale.requires_grad_(), offsets.requires_grad_()]
